@@ -1,0 +1,122 @@
+"""Names of the places in a decoder-only model that every engine's capture shares.
+
+A point is one tensor with a row a token. Its name is the same in every engine, so that two captures
+can be compared without knowing how either engine is written::
+
+    embed
+    layers.9.input  layers.9.attn.norm  layers.9.attn.q  ...  layers.9.mlp.out
+    layers.15.output  final_norm  logits  logprob
+
+Layers are numbered from 0 over the whole model, whatever pipeline stage holds them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from layerbisect.captures.errors import LayerBisectError
+
+# in the order in which a decoder layer computes them
+LAYER_DIMS: dict[str, tuple[str, ...]] = {
+    "input": ("row", "hidden"),
+    "attn.norm": ("row", "hidden"),
+    "attn.q": ("row", "head", "channel"),
+    "attn.k": ("row", "kv_head", "channel"),
+    "attn.v": ("row", "kv_head", "channel"),
+    "attn.context": ("row", "head", "channel"),
+    "attn.out": ("row", "hidden"),
+    "mid": ("row", "hidden"),
+    "mlp.norm": ("row", "hidden"),
+    "mlp.router_logits": ("row", "expert"),
+    "mlp.expert_ids": ("row", "slot"),
+    "mlp.expert_weights": ("row", "slot"),
+    "mlp.out": ("row", "hidden"),
+    "output": ("row", "hidden"),
+}
+MOE_SUFFIXES = ("mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights")
+MODEL_DIMS: dict[str, tuple[str, ...]] = {
+    "embed": ("row", "hidden"),
+    "final_norm": ("row", "hidden"),
+    "logits": ("row", "vocab"),
+    "logprob": ("row",),
+}
+
+COARSE = ("layers.*.input", "layers.*.output", "final_norm", "logprob")
+"""Layer boundaries and scores: what a first capture holds."""
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A parsed point name; ``layer`` is None for what belongs to no layer."""
+
+    name: str
+    layer: int | None
+    suffix: str
+    dims: tuple[str, ...]
+
+
+def parse(name: str) -> Point:
+    """Parse a point name; raises LayerBisectError where no engine has such a point."""
+    match = _LAYER.fullmatch(name)
+    if match and match[2] in LAYER_DIMS:
+        return Point(name, int(match[1]), match[2], LAYER_DIMS[match[2]])
+    if name in MODEL_DIMS:
+        return Point(name, None, name, MODEL_DIMS[name])
+    raise LayerBisectError(f"unknown point {name!r}; points look like 'layers.9.attn.context'")
+
+
+def all_points(num_layers: int, moe: bool | Sequence[int] = False) -> tuple[str, ...]:
+    """Name every point of a model in the order of computation.
+
+    ``moe`` says whether the layers route to experts, or which do. Only the last layer has an
+    ``output``: every other layer's output is the next one's ``input``.
+    """
+    sparse = range(num_layers) if moe is True else () if moe is False else moe
+    names = ["embed"]
+    for layer in range(num_layers):
+        for suffix in LAYER_DIMS:
+            if suffix in MOE_SUFFIXES and layer not in sparse:
+                continue
+            if suffix == "output" and layer != num_layers - 1:
+                continue
+            names.append(f"layers.{layer}.{suffix}")
+    return (*names, "final_norm", "logits", "logprob")
+
+
+def select(
+    patterns: str | Iterable[str], num_layers: int, moe: bool | Sequence[int] = False
+) -> tuple[str, ...]:
+    """Expand patterns to the points of one model, in the order of computation.
+
+    A pattern is a point name with ``*`` and ``?``, ``coarse`` (layer boundaries and scores),
+    ``all`` (everything but ``logits``, whose rows are as long as the vocabulary), or a layer such
+    as ``layers.9`` (all its points). Several are given as a sequence or separated by commas.
+    Raises LayerBisectError for a pattern that matches nothing.
+    """
+    wanted = patterns.split(",") if isinstance(patterns, str) else list(patterns)
+    every = all_points(num_layers, moe)
+    chosen: set[str] = set()
+    for pattern in (text.strip() for text in wanted):
+        matched = _matching(pattern, every)
+        if not matched:
+            raise LayerBisectError(
+                f"no point matches {pattern!r} in a model of {num_layers} layers; "
+                "use 'coarse', 'all', 'layers.9', or a pattern such as 'layers.*.attn.out'"
+            )
+        chosen.update(matched)
+    return tuple(name for name in every if name in chosen)
+
+
+def _matching(pattern: str, every: Sequence[str]) -> list[str]:
+    if pattern == "all":
+        return [name for name in every if name != "logits"]
+    if pattern == "coarse":
+        return [name for name in every if any(fnmatch.fnmatchcase(name, c) for c in COARSE)]
+    if re.fullmatch(r"layers\.\d+", pattern):
+        pattern += ".*"
+    return [name for name in every if fnmatch.fnmatchcase(name, pattern)]

@@ -1,0 +1,243 @@
+"""Record points from forward hooks; the same for every engine.
+
+An adapter is a table of :class:`Tap`: which module shows which point. The recorder attaches the
+hooks, turns what they see into rows, and writes a pass at a time. It never raises into the engine:
+what goes wrong is written into the capture, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerbisect.captures.format import How, Phase, PointSeen, SequenceInfo, TensorHeader
+from layerbisect.captures.points import Point, parse
+from layerbisect.captures.rows import Rows
+from layerbisect.captures.writer import CaptureWriter, Scores
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("layerbisect")
+
+Pick = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+"""From a module call's (args, kwargs, output) to the point's tensor, or None if it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Where an engine shows a point.
+
+    Args:
+        module: pattern over module paths, matched whole; its group ``layer`` is the layer number.
+        point: the point's name, with ``{layer}`` where the layer number goes.
+        pick: takes the tensor from the call. Leading dimensions are flattened to rows, and heads
+            are split where the point has them.
+        when: ``before`` the module runs (output is None then) or ``after``.
+        how: whether the engine holds the very tensor, or it follows from others.
+    """
+
+    module: str
+    point: str
+    pick: Pick
+    when: Literal["before", "after"] = "after"
+    how: How = "observed"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one forward pass.
+
+    Args:
+        rows: what each recorded row is; ``rows.sequence`` indexes ``sequences``.
+        grid: how many rows the engine's flattened tensors have, padding and others' requests
+            included.
+        index: int64 [row], which of the ``grid`` rows each recorded row is.
+        context: tokens of these sequences that no row of this pass computed (a cached prefix).
+    """
+
+    phase: Phase
+    sequences: tuple[SequenceInfo, ...]
+    rows: Rows
+    grid: int
+    index: NDArray[np.int64]
+    context: Rows = field(default_factory=Rows.empty)
+
+
+class Recorder:
+    """Attaches taps to a model and writes what they see.
+
+    Args:
+        writer: where the passes go.
+        points: the points wanted, as :func:`layerbisect.captures.points.select` gives them.
+        taps: the engine's table.
+        head_dim: channels a head, to split flattened heads.
+        header_of: describes a point's shard on this rank; whole tensors where it is not given.
+    """
+
+    def __init__(
+        self,
+        writer: CaptureWriter,
+        points: Sequence[str],
+        taps: Sequence[Tap],
+        *,
+        head_dim: int,
+        header_of: Callable[[Point], TensorHeader] | None = None,
+    ) -> None:
+        self.writer = writer
+        self.points = {name: parse(name) for name in points}
+        self._taps = taps
+        self._head_dim = head_dim
+        self._header_of = header_of or (lambda point: TensorHeader(point.dims))
+        self._handles: list[Any] = []
+        self._how: dict[str, How] = {}
+        self._batch: Batch | None = None
+        self._values: dict[str, torch.Tensor] = {}
+        self._scores: list[Scores] = []
+
+    @property
+    def batch(self) -> Batch | None:
+        """The pass that is open, if one is."""
+        return self._batch
+
+    def wants(self, point: str) -> bool:
+        """Say whether ``point`` is to be recorded in the pass that is open."""
+        return self._batch is not None and point in self.points
+
+    def attach(self, root: torch.nn.Module) -> None:
+        """Register the hooks; points that no module shows are recorded as not observable."""
+        with self.guarded("attaching hooks"):
+            for path, module in root.named_modules():
+                for tap in self._taps:
+                    match = re.fullmatch(tap.module, path)
+                    if match:
+                        self._attach(module, tap, tap.point.format(**match.groupdict()))
+        missing = [n for n in self.points if n not in self._how and n != "logprob"]
+        self.writer.points_seen(
+            {n: PointSeen("not_observable", "no module of this model shows it") for n in missing}
+        )
+
+    def expect(self, point: str, how: How = "observed") -> None:
+        """Declare that ``point`` will come through :meth:`record` and not through a tap."""
+        self._how[point] = how
+
+    def _attach(self, module: torch.nn.Module, tap: Tap, point: str) -> None:
+        if point not in self.points:
+            return
+        self._how[point] = tap.how
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._batch is not None:
+                self.record(point, lambda: tap.pick(args, kwargs, None))
+
+        def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._batch is not None:
+                self.record(point, lambda: tap.pick(args, kwargs, output))
+
+        if tap.when == "before":
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self, batch: Batch) -> None:
+        """Open a pass. One that is still open was broken off, and is dropped."""
+        if self._batch is not None:
+            self.writer.error("a forward pass broke off before its end and was not recorded")
+        self._values, self._scores = {}, []
+        self._batch = batch if len(batch.rows) else None
+
+    def record(self, point: str, take: Callable[[], Any]) -> None:
+        """Record a point of the open pass; ``take`` gives its tensor, [grid rows, ...] flattened.
+
+        A value that is None, or an error in taking it, leaves the point unseen in this pass.
+        """
+        batch = self._batch
+        if batch is None or point not in self.points:
+            return
+        with self.guarded(point):
+            value = take()
+            if value is None:
+                return
+            if point in self._values:
+                self.writer.error(f"{point} was computed twice in one pass; the first was kept")
+                return
+            self._values[point] = self._rows_of(value, batch, self.points[point])
+
+    def _rows_of(self, value: torch.Tensor, batch: Batch, point: Point) -> torch.Tensor:
+        import torch
+
+        flat = value.detach().reshape(batch.grid, -1)
+        index = torch.from_numpy(batch.index).to(flat.device)
+        # index_select copies, so a later in-place operation of the engine cannot change it
+        rows = flat.index_select(0, index).to("cpu")
+        if "channel" in point.dims:
+            rows = rows.reshape(len(rows), -1, self._head_dim)
+        return rows
+
+    def score(self, scores: Scores) -> None:
+        """Add log-probs to the open pass."""
+        if self._batch is not None and len(scores.rows):
+            self._scores.append(scores)
+
+    def end(self) -> None:
+        """Write the open pass."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        with self.guarded("writing a pass"):
+            self._report_unseen(batch)
+            headers = {name: self._header_of(self.points[name]) for name in self._values}
+            scores = Scores(
+                Rows.concatenate([s.rows for s in self._scores]),
+                np.concatenate([np.asarray(s.logprob) for s in self._scores] or [np.empty(0)]),
+            )
+            self.writer.write_pass(
+                batch.phase,
+                batch.sequences,
+                batch.rows,
+                self._values,
+                headers,
+                scores=scores,
+                context=batch.context,
+            )
+            self.writer.points_seen({n: PointSeen(self._how[n]) for n in self._values})
+        self._values, self._scores = {}, []
+
+    def _report_unseen(self, batch: Batch) -> None:
+        expected = [name for name in self.points if name in self._how]
+        unseen = [name for name in expected if name not in self._values]
+        if unseen and not self._values:
+            self.writer.error(
+                f"no hook fired in a {batch.phase} pass; was it replayed from a CUDA graph or "
+                "compiled? serve with graphs disabled to see inside it"
+            )
+        elif unseen:
+            self.writer.error(
+                f"{len(unseen)} points were not seen in a {batch.phase} pass, {unseen[0]} first"
+            )
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Turn an error into a line of the capture, so that the engine goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever our hook does, serving goes on
+            message = f"{what}: {type(error).__name__}: {error}"
+            log.warning("layerbisect: %s", message)
+            try:
+                self.writer.error(message)
+            except OSError:
+                log.warning("layerbisect: the capture cannot be written")
