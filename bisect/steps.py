@@ -1,0 +1,231 @@
+"""The steps of a decoder layer, each of which can be run alone on given inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerbisect.bisect.model_config import ModelConfig
+from layerbisect.bisect.precision import FULL, Precision
+from layerbisect.bisect.weights import EMBED, FINAL_NORM, Weights
+from layerbisect.kernels.attention import attention
+from layerbisect.kernels.experts import experts, swiglu_mlp
+from layerbisect.kernels.linear import linear
+from layerbisect.kernels.logprob import logprobs
+from layerbisect.kernels.rms_norm import rms_norm
+from layerbisect.kernels.rope import rope, rope_attention_scaling, rope_frequencies
+from layerbisect.kernels.rounding import rounded
+from layerbisect.kernels.router import route
+
+
+class Steps:
+    """A model's operators with their weights, in the order of computation.
+
+    Every step takes tensors of any float dtype and returns the compute dtype; ``precision`` says
+    which kinds of operator round on the way. Layers are numbered from 0; a number out of range
+    raises ValueError.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self._weights = weights
+        self._inv_freq = rope_frequencies(config)
+        self._rope_scaling = rope_attention_scaling(config)
+
+    def embed(self, tokens: torch.Tensor, *, precision: Precision = FULL) -> torch.Tensor:
+        """Look up ``tokens`` int [row]: [row, hidden]."""
+        rows = self._weights.rows(EMBED, tokens.long())
+        return rounded(rows, precision.residual)
+
+    def attn_norm(
+        self, layer: int, x: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Normalise the stream [row, hidden] that enters a layer."""
+        return self._norm(self._name(layer, "input_layernorm.weight"), x, precision)
+
+    def qkv_raw(
+        self, layer: int, normed: torch.Tensor, *, precision: Precision = FULL
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project to queries, keys and values [row, head, channel], before q/k norm and rope."""
+        q, k, v = (
+            self._linear(layer, f"self_attn.{part}_proj", normed, precision.linear).view(
+                len(normed), -1, self.config.head_dim
+            )
+            for part in ("q", "k", "v")
+        )
+        return q, k, v
+
+    def qk_norm(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, *, precision: Precision = FULL
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise each head of queries and keys [row, head, channel], in models that do."""
+        if not self.config.qk_norm:
+            return self._in(q), self._in(k)
+        return (
+            self._norm(self._name(layer, "self_attn.q_norm.weight"), q, precision),
+            self._norm(self._name(layer, "self_attn.k_norm.weight"), k, precision),
+        )
+
+    def rotate(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        inverse: bool = False,
+        *,
+        precision: Precision = FULL,
+    ) -> torch.Tensor:
+        """Apply the rotary embedding to [row, head, channel], or undo it."""
+        return rope(
+            self._in(x),
+            positions,
+            self._inv_freq,
+            attention_scaling=self._rope_scaling,
+            inverse=inverse,
+            round_to=precision.attention,
+        )
+
+    def qkv(
+        self,
+        layer: int,
+        normed: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        precision: Precision = FULL,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Make q, k and v [row, head, channel] as attention reads them: normed and rotated."""
+        q, k, v = self.qkv_raw(layer, normed, precision=precision)
+        q, k = self.qk_norm(layer, q, k, precision=precision)
+        q = self.rotate(q, positions, precision=precision)
+        k = self.rotate(k, positions, precision=precision)
+        return q, k, v
+
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        precision: Precision = FULL,
+    ) -> torch.Tensor:
+        """Attend within each sequence: the context [row, head, channel]."""
+        return attention(
+            self._in(q),
+            self._in(k),
+            self._in(v),
+            lengths,
+            scale=self.config.head_dim**-0.5,
+            sliding_window=self.config.sliding_windows[layer],
+            round_to=precision.attention,
+        )
+
+    def attn_out(
+        self, layer: int, context: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Project the context [row, head, channel] to [row, hidden]."""
+        return self._linear(layer, "self_attn.o_proj", context.flatten(1), precision.linear)
+
+    def residual_add(
+        self, stream: torch.Tensor, delta: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Add a block's output to the residual stream [row, hidden]."""
+        return rounded(self._in(stream) + self._in(delta), precision.residual)
+
+    def mlp_norm(
+        self, layer: int, mid: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Normalise the stream [row, hidden] between attention and MLP."""
+        return self._norm(self._name(layer, "post_attention_layernorm.weight"), mid, precision)
+
+    def router_logits(
+        self, layer: int, normed: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Score the experts: [row, expert]. Raises ValueError in a dense layer."""
+        self._require_sparse(layer)
+        return self._linear(layer, "mlp.gate", normed, precision.router)
+
+    def route(
+        self, layer: int, logits: torch.Tensor, *, precision: Precision = FULL
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts: IDs int64 and weights [row, slot]. Raises ValueError in a dense layer."""
+        self._require_sparse(layer)
+        weights, ids = route(
+            self._in(logits),
+            self.config.top_k,
+            renormalise=self.config.renormalise,
+            round_to=precision.router,
+        )
+        return ids, weights
+
+    def mlp(
+        self,
+        layer: int,
+        normed: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        *,
+        precision: Precision = FULL,
+    ) -> torch.Tensor:
+        """Apply the MLP, or in a sparse layer the experts in ``ids`` [row, slot], to [row, hidden].
+
+        Without ``ids`` and ``weights`` a sparse layer routes by itself. Raises ValueError when one
+        of the two is given without the other, or either in a dense layer.
+        """
+        if (ids is None) != (weights is None):
+            raise ValueError("give ids and weights together, or neither")
+        normed = self._in(normed)
+        if ids is None and self.config.is_sparse(layer):
+            logits = self.router_logits(layer, normed, precision=precision)
+            ids, weights = self.route(layer, logits, precision=precision)
+        if ids is None or weights is None:
+            gate, up, down = (
+                self._weights.get(self._name(layer, f"mlp.{part}_proj.weight"), precision.linear)
+                for part in ("gate", "up", "down")
+            )
+            return swiglu_mlp(normed, gate, up, down, round_to=precision.linear)
+        self._require_sparse(layer)
+        gate_up, down_all = self._weights.experts(layer, precision.experts)
+        return experts(
+            normed, ids.long(), self._in(weights), gate_up, down_all, round_to=precision.experts
+        )
+
+    def final_norm(self, x: torch.Tensor, *, precision: Precision = FULL) -> torch.Tensor:
+        """Normalise the stream [row, hidden] that leaves the last layer."""
+        return self._norm(FINAL_NORM, x, precision)
+
+    def logprobs(
+        self, normed: torch.Tensor, targets: torch.Tensor, *, precision: Precision = FULL
+    ) -> torch.Tensor:
+        """Score ``targets`` int [row] from the final norm's output, in nats; nan where negative."""
+        head = self._weights.head(precision.head)
+        return logprobs(self._in(normed), head, targets, round_to=precision.head)
+
+    def _name(self, layer: int, suffix: str) -> str:
+        if not 0 <= layer < self.config.num_layers:
+            raise ValueError(f"layer must lie in 0..{self.config.num_layers - 1}, got {layer}")
+        return f"model.layers.{layer}.{suffix}"
+
+    def _in(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.compute_dtype)
+
+    def _norm(self, name: str, x: torch.Tensor, precision: Precision) -> torch.Tensor:
+        weight = self._weights.get(name, precision.norm)
+        return rms_norm(self._in(x), weight, self.config.eps, round_to=precision.norm)
+
+    def _linear(
+        self, layer: int, name: str, x: torch.Tensor, round_to: torch.dtype | None
+    ) -> torch.Tensor:
+        weight = self._weights.get(self._name(layer, f"{name}.weight"), round_to)
+        bias = None
+        if self.config.attention_bias and name.startswith("self_attn."):
+            bias = self._weights.get(self._name(layer, f"{name}.bias"), round_to)
+        return linear(self._in(x), weight, bias, round_to=round_to)
+
+    def _require_sparse(self, layer: int) -> None:
+        if not self.config.is_sparse(layer):
+            raise ValueError(f"layer {layer} is dense: it has no router and no experts")

@@ -1,0 +1,90 @@
+"""Gated feed-forward networks: one for all tokens, or a weighted sum of routed experts.
+
+    mlp(x) = down(silu(gate(x)) * up(x))          (Shazeer 2020, arXiv:2002.05202)
+    experts(x) = sum over slots of weight * mlp_of_that_expert(x)
+
+The low-precision form rounds gate, up, silu, their product and the down projection; each expert's
+weighted output; and the sum after every expert, in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from layerbisect.kernels.linear import linear
+from layerbisect.kernels.rounding import require_compute_dtype, rounded
+
+
+class ExpertWeights(Protocol):
+    """The weights of all experts, one at a time: a 3-D tensor, or something that reads lazily."""
+
+    def __len__(self) -> int:
+        """Return the number of experts."""
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor:
+        """Return one expert's matrix."""
+
+
+def swiglu_mlp(
+    x: torch.Tensor,
+    gate_w: torch.Tensor,
+    up_w: torch.Tensor,
+    down_w: torch.Tensor,
+    *,
+    round_to: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Apply one gated network to ``x`` [row, hidden], float32 or float64; returns the same shape.
+
+    ``gate_w`` and ``up_w`` are [intermediate, hidden], ``down_w`` is [hidden, intermediate].
+    """
+    gate = linear(x, gate_w, round_to=round_to)
+    up = linear(x, up_w, round_to=round_to)
+    return _gated(gate, up, down_w, round_to)
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    round_to: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Sum the routed experts of each row.
+
+    ``x`` [row, hidden], float32 or float64; ``ids`` [row, slot] and ``weights`` [row, slot] as
+    ``route`` returns them, where an ID of -1 marks an unused slot. ``gate_up[expert]`` is
+    [2 * intermediate, hidden], gate above up, and ``down[expert]`` [hidden, intermediate]; only
+    experts that a row was routed to are read. Returns [row, hidden]. Raises TypeError for another
+    dtype and ValueError for shapes that don't fit or an expert that doesn't exist.
+    """
+    require_compute_dtype("x", x)
+    if ids.shape != weights.shape or ids.ndim != 2 or len(ids) != len(x):
+        raise ValueError(
+            f"ids and weights must both have shape [{len(x)}, slot], "
+            f"got {list(ids.shape)} and {list(weights.shape)}"
+        )
+    count = len(gate_up)
+    if ids.numel() and (int(ids.max()) >= count or int(ids.min()) < -1):
+        raise ValueError(f"expert IDs must lie in [-1, {count}), got {ids.min()} to {ids.max()}")
+    total = torch.zeros_like(x)
+    for expert in torch.unique(ids[ids >= 0]).tolist():
+        rows, slots = torch.where(ids == expert)
+        gate, up = linear(x[rows], gate_up[expert], round_to=round_to).chunk(2, dim=-1)
+        out = _gated(gate, up, down[expert], round_to)
+        out = rounded(out * weights[rows, slots, None].to(x.dtype), round_to)
+        # an expert that a row names twice must count twice, so no plain indexed assignment
+        total.index_add_(0, rows, out)
+        if round_to is not None:
+            total[rows] = rounded(total[rows], round_to)
+    return total
+
+
+def _gated(
+    gate: torch.Tensor, up: torch.Tensor, down_w: torch.Tensor, round_to: torch.dtype | None
+) -> torch.Tensor:
+    hidden = rounded(torch.nn.functional.silu(gate), round_to)
+    return linear(rounded(hidden * up, round_to), down_w, round_to=round_to)
