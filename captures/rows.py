@@ -127,6 +127,17 @@ def prefix_keys(rows: Rows, seen: Rows, salts: Sequence[str]) -> PrefixKeys:
     return PrefixKeys(key, known)
 
 
+def parent_keys(keys: NDArray[np.void], rows: Rows) -> NDArray[np.void]:
+    """Return the key of each row's prefix without its own token (``KEY_DTYPE`` [row]).
+
+    For a row at position 0 that is the key of the empty prefix in its scoring context.
+    """
+    parents = np.empty(len(rows), KEY_DTYPE)
+    for lane, name in enumerate(("high", "low")):
+        parents[name] = keys[name] - _mix(rows.position, rows.token, lane)
+    return parents
+
+
 def _locate(
     sequence: NDArray[np.int32], position: NDArray[np.int32], rows: Rows
 ) -> NDArray[np.intp]:

@@ -1,0 +1,198 @@
+"""The operators of a decoder layer: which point each makes, from which points, by the reference.
+
+A point that an engine does not show is recomputed from the last ones that it does show; what is
+judged then is the whole stretch in between, and the check says which operators it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from layerbisect.bisect.precision import FULL, Precision
+from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.side import Side, boundary
+from layerbisect.kernels.rounding import rounded
+
+Compute = Callable[["LayerPoints", Precision], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a point follows: its operator in a sparse and in a dense layer, its inputs."""
+
+    operator: str
+    inputs: tuple[str, ...]
+    compute: Compute
+
+
+def _qkv(which: int) -> Compute:
+    def compute(points: LayerPoints, precision: Precision) -> torch.Tensor:
+        return points.qkv(precision)[which]
+
+    return compute
+
+
+STEPS: dict[str, Step] = {
+    "attn.norm": Step(
+        "norm", ("input",), lambda p, c: p.model.attn_norm(p.layer, p.get("input", c), precision=c)
+    ),
+    # projection, q/k norm and rotation in one: bisect.qkv tells them apart
+    "attn.q": Step("linear", ("attn.norm",), _qkv(0)),
+    "attn.k": Step("linear", ("attn.norm",), _qkv(1)),
+    "attn.v": Step("linear", ("attn.norm",), _qkv(2)),
+    "attn.context": Step(
+        "attention",
+        ("attn.q", "attn.k", "attn.v"),
+        lambda p, c: p.model.attention(
+            p.layer,
+            p.get("attn.q", c),
+            p.get("attn.k", c),
+            p.get("attn.v", c),
+            p.side.chains.lengths,
+            precision=c,
+        ),
+    ),
+    "attn.out": Step(
+        "linear",
+        ("attn.context",),
+        lambda p, c: p.model.attn_out(p.layer, p.get("attn.context", c), precision=c),
+    ),
+    "mid": Step(
+        "residual",
+        ("input", "attn.out"),
+        lambda p, c: p.model.residual_add(p.get("input", c), p.get("attn.out", c), precision=c),
+    ),
+    "mlp.norm": Step(
+        "norm", ("mid",), lambda p, c: p.model.mlp_norm(p.layer, p.get("mid", c), precision=c)
+    ),
+    "mlp.router_logits": Step(
+        "router",
+        ("mlp.norm",),
+        lambda p, c: p.model.router_logits(p.layer, p.get("mlp.norm", c), precision=c),
+    ),
+    "mlp.expert_ids": Step(
+        "router",
+        ("mlp.router_logits",),
+        lambda p, c: p.model.route(p.layer, p.get("mlp.router_logits", c), precision=c)[0],
+    ),
+    "mlp.expert_weights": Step(
+        "router", ("mlp.router_logits", "mlp.expert_ids"), lambda p, c: p.expert_weights(c)
+    ),
+    "mlp.out": Step("experts", ("mlp.norm",), lambda p, c: p.mlp_out(c)),
+    "output": Step(
+        "residual",
+        ("mid", "mlp.out"),
+        lambda p, c: p.model.residual_add(p.get("mid", c), p.get("mlp.out", c), precision=c),
+    ),
+}
+
+
+class LayerPoints:
+    """One layer's points on one side: captured where they are, recomputed where they are not."""
+
+    model: ReferenceModel
+    side: Side
+    layer: int
+    sparse: bool
+
+    def __init__(self, model: ReferenceModel, side: Side, layer: int) -> None:
+        self.model = model
+        self.side = side
+        self.layer = layer
+        self.sparse = model.config.is_sparse(layer)
+        self._captured: dict[str, torch.Tensor | None] = {}
+        self._computed: dict[tuple[str, Precision], torch.Tensor] = {}
+        self._qkv: dict[Precision, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def name(self, suffix: str) -> str:
+        """Full name of the point; a layer's output is the next layer's input."""
+        last = self.model.config.num_layers
+        if suffix == "output":
+            return boundary(self.layer + 1, last)
+        return f"layers.{self.layer}.{suffix}"
+
+    def captured(self, suffix: str) -> torch.Tensor | None:
+        """Read a point ([flat, ...]), or None where the engine does not show it."""
+        if suffix not in self._captured:
+            self._captured[suffix] = self.side.read(self.name(suffix))
+        return self._captured[suffix]
+
+    def get(self, suffix: str, precision: Precision = FULL) -> torch.Tensor:
+        """Return the captured point, or what follows from the last captured ones before it."""
+        captured = self.captured(suffix)
+        return captured if captured is not None else self.compute(suffix, precision)
+
+    def compute(self, suffix: str, precision: Precision = FULL) -> torch.Tensor:
+        """Compute a point by the reference from its inputs."""
+        key = (suffix, precision)
+        if key not in self._computed:
+            self._computed[key] = STEPS[suffix].compute(self, precision)
+        return self._computed[key]
+
+    def operator(self, suffix: str) -> str:
+        """Name the operator that makes a point."""
+        if suffix == "mlp.out" and not self.sparse:
+            return "linear"
+        return STEPS[suffix].operator
+
+    def covers(self, suffix: str) -> tuple[str, ...]:
+        """Name the operators between the last captured points and this one, it included."""
+        names: list[str] = []
+        for before in self._inputs(suffix):
+            if before != "input" and self.captured(before) is None:
+                names += [n for n in self.covers(before) if n not in names]
+        operator = self.operator(suffix)
+        if suffix in ("attn.q", "attn.k"):
+            norm = ["norm"] if self.model.config.qk_norm else []
+            names += [n for n in ("linear", *norm, "rope") if n not in names]
+        elif operator not in names:
+            names.append(operator)
+        return tuple(names)
+
+    def _inputs(self, suffix: str) -> tuple[str, ...]:
+        if suffix == "mlp.out" and self.sparse:
+            return ("mlp.norm", "mlp.expert_ids", "mlp.expert_weights")
+        return STEPS[suffix].inputs
+
+    def judged(self) -> list[str]:
+        """List the points of this layer that can be judged, in the order of computation."""
+        if self.captured("input") is None:
+            return []
+        routing = ("mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights")
+        return [
+            suffix
+            for suffix in STEPS
+            if (self.sparse or suffix not in routing) and self.captured(suffix) is not None
+        ]
+
+    def qkv(self, precision: Precision) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute q, k and v ([flat, head, channel]) from the attention norm's output."""
+        if precision not in self._qkv:
+            self._qkv[precision] = self.model.qkv(
+                self.layer,
+                self.get("attn.norm", precision),
+                torch.from_numpy(self.side.chains.position),
+                precision=precision,
+            )
+        return self._qkv[precision]
+
+    def expert_weights(self, precision: Precision) -> torch.Tensor:
+        """Weigh the chosen experts, in the engine's own slot order: [flat, slot]."""
+        logits = self.get("mlp.router_logits", precision)
+        ids = self.get("mlp.expert_ids", precision)
+        chosen = torch.softmax(logits, -1).gather(-1, ids.clamp_min(0))
+        if self.model.config.renormalise:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        return rounded(chosen, precision.router)
+
+    def mlp_out(self, precision: Precision) -> torch.Tensor:
+        """Run the MLP or the experts, on the captured routes where there are any."""
+        normed = self.get("mlp.norm", precision)
+        if not self.sparse:
+            return self.model.mlp(self.layer, normed, precision=precision)
+        ids = self.get("mlp.expert_ids", precision)
+        weights = self.get("mlp.expert_weights", precision)
+        return self.model.mlp(self.layer, normed, ids, weights, precision=precision)

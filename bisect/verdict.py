@@ -1,0 +1,197 @@
+"""The verdict: the whole answer, with what was ruled out and what could not be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SCHEMA = 1
+Status = Literal["agree", "divergent", "unstable", "inconclusive"]
+EXIT_CODES: Mapping[Status, int] = {
+    "agree": 0,
+    "divergent": 1,
+    "unstable": 2,
+    "inconclusive": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Difference of two sides' log-probs of the same tokens, first minus second, in nats.
+
+    ``signed_mean`` keeps the sign; the others are of absolute differences. ``nonfinite`` rows are
+    counted apart and enter none of the figures. ``source`` says what was compared: the scores that
+    the engines returned, or, where a capture holds none, the states read out by a common tail.
+    """
+
+    mae: float
+    signed_mean: float
+    p95: float
+    p99: float
+    max: float
+    rows: int
+    nonfinite: int = 0
+    source: Literal["scores", "read-out"] = "scores"
+    unit: str = "nat"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """What the evidence convicts.
+
+    ``layer`` is None for what is no layer's; ``operator`` is None where the points between are not
+    captured, and the evidence then says which operators it may be. ``side`` is a capture's label,
+    ``both`` or ``unknown``. ``own_error`` and ``floor`` are in units of what the low-precision
+    reference loses on the same input (95th percentile over rows). ``share_of_gap`` is of the
+    squared gap, and None where the boundaries around it were not probed.
+    """
+
+    layer: int | None
+    point: str
+    operator: str | None
+    side: str
+    share_of_gap: float | None
+    own_error: float
+    floor: float
+    where: str
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RuledOut:
+    """A hypothesis that the evidence excludes."""
+
+    hypothesis: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingBudget:
+    """What gap is normal for this model in this dtype (mean absolute, nat).
+
+    ``shares`` holds, for each kind of operator, the distance from full precision when that kind
+    alone rounds; ``whole`` that of the whole low-precision model, and ``quadrature`` the root of
+    the summed squares of the shares, which meets ``whole`` when the roundings are independent.
+    ``predicted_gap`` is what rounding alone makes between the two sides; ``distances`` are the
+    sides' own distances from full precision.
+    """
+
+    predicted_gap: float
+    shares: Mapping[str, float]
+    whole: float
+    quadrature: float
+    distances: Mapping[str, float]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEvidence:
+    """One layer: the gap carried into it (nat) and each side's largest own error in it."""
+
+    layer: int
+    carried_in: float | None
+    carried_out: float | None
+    own_error: Mapping[str, float]
+    worst_point: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PointDifference:
+    """How two sides' values of one point differ over joined rows.
+
+    Relative errors are by row, with each channel scaled by its own size, so that neither an
+    outlier row nor a massive channel sets them. ``worst_rows`` are (position, token, error).
+    """
+
+    point: str
+    rows: int
+    bitwise_equal: float
+    nonfinite: int
+    median: float
+    p95: float
+    p99: float
+    max: float
+    worst_rows: tuple[tuple[int, int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """How many points both sides showed, and which wanted ones are missing on a side."""
+
+    compared: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CoveredRows:
+    """How many rows were joined, and how many of either side were left out."""
+
+    joined: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was seen, and what could not be."""
+
+    points: Points
+    rows: CoveredRows
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How the carried gap was located: a scan of all boundaries or a search, and its cost."""
+
+    mode: Literal["scan", "search"]
+    forwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The whole answer.
+
+    ``reasons`` says, in sentences, why the status is what it is. ``bool(verdict)`` is True when
+    the sides agree.
+    """
+
+    status: Status
+    gap: Gap | None
+    culprits: tuple[Culprit, ...]
+    ruled_out: tuple[RuledOut, ...]
+    rounding_budget: RoundingBudget | None
+    coverage: Coverage
+    next: str
+    reasons: tuple[str, ...] = ()
+    layers: tuple[LayerEvidence, ...] = ()
+    differences: tuple[PointDifference, ...] = ()
+    probe: Probe | None = None
+    labels: tuple[str, str] = ("rollout", "trainer")
+    schema: int = field(default=SCHEMA)
+
+    def __bool__(self) -> bool:
+        return self.status == "agree"
+
+    @property
+    def exit_code(self) -> int:
+        """0 agree, 1 divergent, 2 could not judge."""
+        return EXIT_CODES[self.status]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, ready for ``json.dumps``; non-finite numbers become None."""
+        plain = _plain(dataclasses.asdict(self))
+        assert isinstance(plain, dict)
+        return {"schema": plain.pop("schema"), **plain}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
