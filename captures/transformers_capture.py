@@ -1,0 +1,241 @@
+"""Capture a transformers model: ``with layerbisect.capture(model, directory): model(...)``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerbisect.captures import kv_lanes
+from layerbisect.captures.attention_seam import observed
+from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.format import CaptureInfo
+from layerbisect.captures.lanes import Lane, Names
+from layerbisect.captures.recorder import Recorder
+from layerbisect.captures.scores import Pending, score_pass
+from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
+from layerbisect.captures.transformers_calls import Call, read_call
+from layerbisect.captures.writer import CaptureWriter
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CaptureWarning(UserWarning):
+    """Something kept a capture from being whole."""
+
+
+class _Writer(CaptureWriter):
+    """Also keeps the errors that it writes, to tell them on leaving the context."""
+
+    def __init__(self, directory: Path, info: CaptureInfo) -> None:
+        self.errors: list[str] = []
+        super().__init__(directory, info)
+
+    def error(self, message: str) -> None:
+        if message not in self.errors:
+            self.errors.append(message)
+        super().error(message)
+
+
+class ModelCapture:
+    """Records what a transformers model computes while the context is open; see :func:`capture`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        directory: str | Path,
+        *,
+        points: str | Sequence[str] = "coarse",
+        label: str = "trainer",
+        names: Sequence[str] | None = None,
+        salts: Sequence[str] | None = None,
+    ) -> None:
+        if isinstance(names, str) or isinstance(salts, str):
+            raise LayerBisectError("names and salts are lists with one text a sequence, not texts")
+        self.directory = Path(directory)
+        self.points: tuple[str, ...] = ()
+        self._anatomy = Anatomy.of(model)
+        self.points = self._anatomy.points(points)
+        self._label = label
+        self._names = Names(names or (), salts or ())
+        self._exit = ExitStack()
+        self._call: Call | None = None
+        self._after: tuple[Lane, ...] = ()
+        self._passes = 0
+
+    def __enter__(self) -> ModelCapture:
+        anatomy = self._anatomy
+        self._writer = _Writer(self.directory, anatomy.info(self._label, self.points))
+        self._recorder = Recorder(
+            self._writer, self.points, anatomy.taps, head_dim=anatomy.head_dim
+        )
+        with ExitStack() as stack:
+            model = anatomy.model
+            root = [
+                model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                model.register_forward_hook(self._end, with_kwargs=True),
+                model.lm_head.register_forward_hook(self._score),
+            ]
+            for handle in root:
+                stack.callback(handle.remove)
+            wanted = [name for name in self.points if name.endswith(ATTENTION_SUFFIXES)]
+            if wanted:
+                self._layer_of = {id(m): i for i, m in anatomy.attention_layers()}
+                stack.enter_context(observed(self._attention))
+            for point in (*wanted, "logits"):
+                self._recorder.expect(point)
+            stack.callback(self._recorder.detach)
+            self._recorder.attach(model)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exit.close()
+        # what broke off is not whole: such a capture stays marked as unfinished
+        if kind is not None:
+            return
+        if self._recorder.batch is not None:
+            self._writer.error("a forward pass broke off before its end and was not recorded")
+        if not self._passes:
+            self._writer.error(
+                "no forward pass was seen: call the captured model itself inside the context"
+            )
+        self._writer.finish()
+        errors = self._writer.errors
+        if errors:
+            others = f" (and {len(errors) - 1} more in its manifest)" if errors[1:] else ""
+            warnings.warn(
+                f"the capture {self.directory} is not whole: {errors[0]}{others}",
+                CaptureWarning,
+                stacklevel=2,
+            )
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = None
+        with self._recorder.guarded("reading a call"):
+            call = read_call(model, args, kwargs, self._names)
+            if isinstance(call, str):
+                self._writer.error(call)
+                return
+            for problem in call.problems:
+                self._writer.error(problem)
+            for wish, name in self._names.renamed:
+                self._writer.error(
+                    f"the name {wish!r} stands for two lists of tokens; one was called {name!r}"
+                )
+            self._names.renamed.clear()
+            self._recorder.begin(call.batch)
+            self._call, self._after = call, call.fed.lanes
+
+    def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        with self._recorder.guarded("ending a call"):
+            cache = call.cache if call.cache is not None else _cache_of(output)
+            if cache is not None:
+                kv_lanes.remember(cache, self._after)
+        self._recorder.end()
+        self._passes += 1
+
+    def _attention(self, module: Any, query: Any, key: Any, value: Any) -> None:
+        layer, call = self._layer_of.get(id(module)), self._call
+        if layer is None or call is None:
+            return
+        # a dynamic cache has what is new at its end, a static one where its past ends
+        past = call.past if key.shape[2] > call.past + call.width else key.shape[2] - call.width
+        new = slice(past, past + call.width)
+        for point, heads in (("q", query), ("k", key[:, :, new]), ("v", value[:, :, new])):
+            self._recorder.record(f"layers.{layer}.attn.{point}", partial(heads.transpose, 1, 2))
+
+    def _score(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        call = self._call
+        if call is None:
+            return
+        with self._recorder.guarded("logprob"):
+            whole = len(call.kept) == call.width
+            self._recorder.record("logits", lambda: output if whole else None)
+            if "logprob" in self.points:
+                self._score_rows(call, output)
+
+    def _score_rows(self, call: Call, logits: torch.Tensor) -> None:
+        import torch
+
+        batch = call.batch
+        row_of = np.full(batch.grid, -1, np.intp)
+        row_of[batch.index] = np.arange(len(batch.rows))
+        place = (np.arange(batch.grid // call.width)[:, None] * call.width + call.kept).reshape(-1)
+        rows = row_of[place]
+        flat = logits.detach().reshape(len(place), -1)
+        if (rows < 0).any():
+            flat = flat[torch.from_numpy(np.flatnonzero(rows >= 0)).to(flat.device)]
+        before: dict[int, Pending] = {}
+        for sequence, lane in call.fed.continues.items():
+            pending = call.before[lane].pending
+            if pending is not None:
+                before[sequence] = pending
+        scores, after = score_pass(batch.rows, flat, before, kept=rows[rows >= 0])
+        self._recorder.score(scores)
+        lanes = list(call.fed.lanes)
+        for sequence, lane in call.fed.leaves_open.items():
+            lanes[lane] = replace(lanes[lane], pending=after.get(sequence))
+        self._after = tuple(lanes)
+
+
+def _cache_of(output: Any) -> Any:
+    if not isinstance(output, tuple):
+        return getattr(output, "past_key_values", None)
+    return next((item for item in output if hasattr(item, "get_seq_length")), None)
+
+
+def capture(
+    model: torch.nn.Module,
+    directory: str | Path,
+    *,
+    points: str | Sequence[str] = "coarse",
+    label: str = "trainer",
+    names: Sequence[str] | None = None,
+    salts: Sequence[str] | None = None,
+) -> ModelCapture:
+    """Capture a transformers model over every forward call inside the context.
+
+    ::
+
+        with layerbisect.capture(model, "captures/trainer"):
+            model(input_ids=ids, attention_mask=mask, position_ids=positions)
+
+    The model computes the same bits as without. Whole sequences, padded (``attention_mask``) or
+    packed (``position_ids`` that restart at 0), a prefill in chunks, decode steps over a KV cache
+    and ``model.generate`` are all recorded; calls that share a cache continue its sequences.
+
+    Args:
+        model: a Llama, Qwen3 or Qwen3-MoE causal language model, or a wrapper that calls one.
+        directory: where to write; a new directory, or an empty one.
+        points: patterns as :func:`layerbisect.captures.points.select` takes them.
+        label: what to call this side in a verdict.
+        names: names of the sequences in the order in which they begin, ``s0``, ``s1``, ... without.
+            A name that already stands for other tokens is told apart by a suffix, with a warning.
+        salts: what else is in the scoring context of each sequence (an adapter, an image).
+
+    Raises:
+        LayerBisectError: a model that the table does not know, or a pattern that matches nothing.
+        CaptureError: on entering, where the directory already holds something.
+
+    Warns:
+        CaptureWarning: once, on leaving, if something kept the capture from being whole. A capture
+            whose context ended by an exception stays unfinished; its passes can be read.
+    """
+    return ModelCapture(model, directory, points=points, label=label, names=names, salts=salts)
