@@ -98,7 +98,9 @@ class TinyWeights:
         import torch
 
         size = (self.shape["hidden_size"], self.shape["num_experts"])
-        return torch.linalg.qr(torch.randn(size, generator=self._generator("topics"))).Q.T
+        noise = torch.randn(size, generator=self._generator("topics"))
+        basis: torch.Tensor = torch.linalg.qr(noise)[0]
+        return basis.T
 
     def _mark_topics(self, embedding: torch.Tensor) -> torch.Tensor:
         """Give each token of ``embedding`` [vocab, hidden] top-k topics of its own.

@@ -4,9 +4,9 @@
     python scripts/make_model.py tiny-qwen3-moe DIR --layers 4 --seed 7 --no-check
     python scripts/make_model.py smollm2 DIR
 
-After writing it, the model answers a few prompts in fp32, and a table says on those tokens how far
-bf16 is from fp32, what each layer adds to the residual stream, how the experts are used, and how
-sharp the attention is. The maker itself is `layerbisect.models`.
+After writing it, the model answers a few prompts of random tokens in fp32, and a table says on
+those tokens how far bf16 is from fp32, what each layer adds to the residual stream, how the experts
+are used, and how sharp the attention is. The maker itself is `layerbisect.models`.
 """
 
 import sys
@@ -26,11 +26,12 @@ from layerbisect.captures.errors import LayerBisectError
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """What one layer does, in the mean over rows.
+    """What one layer does.
 
     Attributes:
-        attn_share, mlp_share: root mean square of the branch over that of the stream it joins
-        attn_entropy: of the attention weights over log(number of keys); 1 is uniform
+        attn_share, mlp_share: root mean square of the branch over that of the stream it joins,
+            in the median over rows
+        attn_entropy: of the attention weights over log(number of keys), in the mean; 1 is uniform
         expert_load: smallest and largest share of slots that an expert takes, over the fair share
         flips: share of rows whose set of experts differs between bf16 and fp32
     """
@@ -146,12 +147,14 @@ def _watch(model: Any, tokens: Any) -> tuple[dict[int, dict[str, Any]], Any, Any
     return seen, result.attentions, result.logits
 
 
-def _layer_health(config: Any, seen: dict[str, Any], low: dict[str, Any], weights: Any) -> LayerHealth:
+def _layer_health(
+    config: Any, seen: dict[str, Any], low: dict[str, Any], weights: Any
+) -> LayerHealth:
     """Reduce what one layer showed; ``weights`` is [sequence, head, query, key]."""
     import torch
 
-    def size(name: str) -> Any:
-        return seen[name].pow(2).mean().sqrt()
+    def share(branch: str, stream: str) -> float:
+        return float((seen[branch].norm(dim=-1) / seen[stream].norm(dim=-1)).median())
 
     keys = torch.arange(1, weights.shape[-1] + 1)
     entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1) / keys.log().clamp_min(1e-9)
@@ -159,13 +162,12 @@ def _layer_health(config: Any, seen: dict[str, Any], low: dict[str, Any], weight
     flips: float | None = None
     if "experts" in seen:
         ids, ids_low = (x["experts"].sort(-1).values for x in (seen, low))
-        share = torch.bincount(ids.flatten(), minlength=config.num_experts).float()
-        share = share / share.mean()
-        load = (share.min().item(), share.max().item())
+        count = torch.bincount(ids.flatten(), minlength=config.num_experts).float()
+        load = ((count.min() / count.mean()).item(), (count.max() / count.mean()).item())
         flips = (ids != ids_low).any(-1).float().mean().item()
     return LayerHealth(
-        attn_share=(size("attn") / size("input")).item(),
-        mlp_share=(size("mlp") / size("mid")).item(),
+        attn_share=share("attn", "input"),
+        mlp_share=share("mlp", "mid"),
         # the first query has one key and no entropy
         attn_entropy=entropy[..., 1:].mean().item(),
         expert_load=load,
@@ -177,13 +179,13 @@ def show(health: Health, console: Console) -> None:
     """Print a table of the layers and two lines on the output."""
     table = Table("layer", "attn/stream", "mlp/stream", "attn entropy", "expert load", "flips")
     for i, layer in enumerate(health.layers):
-        low_high = "-" if layer.expert_load is None else "{:.2f} to {:.2f}".format(*layer.expert_load)
+        load = layer.expert_load
         table.add_row(
             str(i),
             f"{layer.attn_share:.3f}",
             f"{layer.mlp_share:.3f}",
             f"{layer.attn_entropy:.2f}",
-            low_high,
+            "-" if load is None else f"{load[0]:.2f} to {load[1]:.2f}",
             "-" if layer.flips is None else f"{layer.flips:.1%}",
         )
     console.print(table)
@@ -192,7 +194,8 @@ def show(health: Health, console: Console) -> None:
         f"{health.logprob_mean:.2f} ± {health.logprob_std:.2f} nat"
     )
     console.print(
-        f"bf16 against fp32: mean |log-prob gap| {health.gap_mean:.4f} nat, max {health.gap_max:.3f} nat"
+        f"bf16 against fp32: mean |log-prob gap| {health.gap_mean:.4f} nat, "
+        f"max {health.gap_max:.3f} nat"
     )
 
 
