@@ -4,7 +4,7 @@
 
     capture.json                    CaptureInfo: engine, model, weights, parallel layout
     rank-0/manifest.json            RankManifest: points seen and how, errors, finished or not
-    rank-0/pass-000000.safetensors  one forward pass of one rank, with a PassHeader
+    rank-0/pass-000000.safetensors  one forward pass of one rank: PassHeader and PassTensors
     rank-1/...
 
 A pass file holds ``rows.sequence``, ``rows.position``, ``rows.token`` and one tensor a point with a
@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from layerbisect.captures.errors import CaptureError
 
 SCHEMA = 1
 HEADER_KEY = "layerbisect"
+TENSORS_KEY = "layerbisect.tensors"
 CAPTURE_FILE = "capture.json"
 MANIFEST_FILE = "manifest.json"
 
@@ -86,19 +89,46 @@ class RankManifest:
     passes: tuple[PassSummary, ...] = ()
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise CaptureError(f"there is no rank {self.rank} among {self.world_size}")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     """Which part of a logical tensor a pass file holds.
 
-    ``dims`` names the dimensions; ``shards`` gives ``[start, stop, total]`` for each sharded one;
-    ``partial_sum`` is ``[index, count]`` where the values of ``count`` ranks must still be added.
+    ``dims`` names the dimensions, ``row`` first; ``shards`` gives ``[start, stop, total]`` for each
+    sharded one; ``partial_sum`` is ``[index, count]`` where the values of ``count`` ranks must
+    still be added. Raises CaptureError for a part that cannot be.
     """
 
     dims: tuple[str, ...]
     shards: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     partial_sum: tuple[int, int] | None = None
     how: How = "observed"
+
+    def __post_init__(self) -> None:
+        if self.dims[:1] != ("row",) or len(set(self.dims)) != len(self.dims):
+            raise CaptureError(f"dims must be distinct and start with 'row', got {self.dims}")
+        for dim, (start, stop, total) in self.shards.items():
+            if dim not in self.dims[1:]:
+                raise CaptureError(f"shard of {dim!r}, which is none of {self.dims[1:]}")
+            if not 0 <= start < stop <= total:
+                raise CaptureError(
+                    f"shard {dim}=[{start}, {stop}) does not lie within its total of {total}"
+                )
+        if self.partial_sum and not 0 <= self.partial_sum[0] < self.partial_sum[1]:
+            raise CaptureError(f"partial_sum {self.partial_sum} is not [index, count]")
+
+    def check(self, shape: Sequence[int], rows: int) -> None:
+        """Raise CaptureError unless a tensor of this shape, in a pass of so many rows, fits."""
+        sizes = {dim: stop - start for dim, (start, stop, _) in self.shards.items()} | {"row": rows}
+        if len(shape) != len(self.dims) or any(
+            size != sizes.get(dim, size) for dim, size in zip(self.dims, shape, strict=True)
+        ):
+            expected = ", ".join(f"{dim}={sizes.get(dim, 'any')}" for dim in self.dims)
+            raise CaptureError(f"shape {list(shape)} does not fit [{expected}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,86 +141,105 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class PassHeader:
-    """The header of a pass file; ``order`` is the order in which the points were computed."""
+    """What a forward pass was; ``index`` is the same on all ranks that took part in it."""
 
     index: int
     phase: Phase
     sequences: tuple[SequenceInfo, ...]
-    order: tuple[str, ...]
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class PassTensors:
+    """What a pass file holds of each point, in the order in which the points were computed.
+
+    Apart from the header because it seldom changes from pass to pass, so that the reader parses it
+    once.
+    """
+
     tensors: Mapping[str, TensorHeader]
     schema: int = SCHEMA
 
 
-_NESTED = {
-    "points": PointSeen,
-    "passes": PassSummary,
-    "sequences": SequenceInfo,
-    "tensors": TensorHeader,
-}
-_Record = TypeVar("_Record", CaptureInfo, RankManifest, PassHeader)
+_Record = TypeVar("_Record", CaptureInfo, RankManifest, PassHeader, PassTensors)
 
 
-def to_json(record: CaptureInfo | RankManifest | PassHeader, indent: int | None = None) -> str:
+def to_json(
+    record: CaptureInfo | RankManifest | PassHeader | PassTensors, indent: int | None = None
+) -> str:
     """Serialize a record."""
-    return json.dumps(dataclasses.asdict(record), ensure_ascii=False, indent=indent)
+    return json.dumps(dataclasses.asdict(record), indent=indent)
 
 
 def from_json(kind: type[_Record], text: str | bytes, source: Path) -> _Record:
     """Parse a record; raises CaptureError naming ``source`` for anything but a whole one."""
     try:
+        return from_text(kind, text)
+    except CaptureError as error:
+        raise CaptureError(f"{source} {error}; capture again") from None
+
+
+def from_text(kind: type[_Record], text: str | bytes) -> _Record:
+    """Parse a record; the CaptureError that it raises names no file."""
+    try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CaptureError(f"{source} is not JSON: {error}; the capture is damaged") from None
+        raise CaptureError(f"is damaged: it is not JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise CaptureError(f"{source} holds {type(raw).__name__}, not an object")
+        raise CaptureError(f"is damaged: it holds {raw!r:.40} and not an object")
     if raw.get("schema") != SCHEMA:
         raise CaptureError(
-            f"{source} has schema {raw.get('schema')!r}, and this version reads {SCHEMA}; "
-            "capture again, or read it with the version that wrote it"
+            f"has schema {raw.get('schema')!r:.40} and this version reads {SCHEMA}: "
+            "read it with the version that wrote it"
         )
     try:
-        return _build(kind, raw)
-    except (TypeError, ValueError, KeyError) as error:
-        raise CaptureError(f"{source} is not a {kind.__name__}: {error}") from None
+        record: _Record = _parse(kind, raw, "it")
+    except ValueError as error:
+        raise CaptureError(f"is damaged: {error}") from None
+    return record
 
 
-def _build(kind: Any, raw: Mapping[str, Any]) -> Any:
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(raw.keys() - known.keys())
-    if unknown:
-        raise ValueError(f"unknown fields {unknown}")
-    values = {}
-    for name, value in raw.items():
-        nested = _NESTED.get(name) if kind is not CaptureInfo else None
+def _parse(annotation: Any, value: Any, where: str) -> Any:
+    """Build what a field's annotation says from parsed JSON; raises ValueError where it differs."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return value
+    if dataclasses.is_dataclass(annotation):
+        if isinstance(value, dict):
+            return _build(annotation, value, where)
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif origin is UnionType:
+        return None if value is None else _parse(args[0], value, where)
+    elif origin is tuple:
         if isinstance(value, list):
-            value = tuple(_build(nested, v) if nested else v for v in value)
-        elif isinstance(value, dict) and nested:
-            value = {key: _build(nested, v) for key, v in value.items()}
-        elif isinstance(value, dict) and name == "shards":
-            value = {key: _shard(key, v) for key, v in value.items()}
-        _check(kind, known[name].type, name, value)
-        values[name] = value
-    return kind(**values)
+            kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+            if len(kinds) == len(value):
+                pairs = zip(kinds, value, strict=True)
+                return tuple(_parse(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(pairs))
+    elif origin is Mapping:
+        if isinstance(value, dict):
+            return {key: _parse(args[1], v, f"{where}[{key!r}]") for key, v in value.items()}
+    elif type(value) is annotation:
+        return value
+    words = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    raise ValueError(f"{where} must be {words.replace('typing.', '')}, got {value!r:.80}")
 
 
-def _shard(dim: str, value: Any) -> tuple[int, int, int]:
-    if not (isinstance(value, list) and len(value) == 3 and all(type(v) is int for v in value)):
-        raise ValueError(f"shard of {dim!r} must be [start, stop, total], got {value!r}")
-    start, stop, total = value
-    if not 0 <= start < stop <= total:
-        raise ValueError(f"shard of {dim!r} must lie within its total, got {value!r}")
-    return start, stop, total
+def _build(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
+    hints, required = _fields(kind)
+    unknown, missing = sorted(raw.keys() - hints.keys()), sorted(required - raw.keys())
+    if unknown or missing:
+        raise ValueError(f"{where} has unknown fields {unknown} and lacks {missing}")
+    return kind(**{name: _parse(hints[name], v, f"{where}.{name}") for name, v in raw.items()})
 
 
-# field annotations are strings here; the outermost word decides
-_WORDS = {"int": int, "str": str, "bool": bool, "tuple": tuple, "Mapping": dict}
-
-
-def _check(kind: Any, annotation: Any, name: str, value: Any) -> None:
-    if value is None and "None" in annotation:
-        return
-    expected = _WORDS.get(annotation.split("[")[0].split(" ")[0], str)
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise TypeError(
-            f"{kind.__name__}.{name} must be {annotation}, got {type(value).__name__} {value!r:.80}"
-        )
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    required = {
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    return get_type_hints(kind), frozenset(required)

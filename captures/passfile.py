@@ -7,18 +7,29 @@ here and each tensor is mapped: see https://huggingface.co/docs/safetensors.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.captures.errors import CaptureError
-from layerbisect.captures.format import HEADER_KEY, PassHeader, from_json
+from layerbisect.captures.format import (
+    HEADER_KEY,
+    TENSORS_KEY,
+    PassHeader,
+    PassTensors,
+    TensorHeader,
+    from_json,
+    from_text,
+)
 from layerbisect.captures.rows import Rows
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -30,93 +41,104 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+"""numpy dtype of each dtype that a pass may hold, by safetensors' name for it."""
+
+_METADATA = '{"__metadata__":'
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
+    """A stored tensor; ``start`` counts bytes from the end of the header."""
+
     dtype: str
     shape: tuple[int, ...]
-    offset: int
+    start: int
+    stop: int
 
 
 class PassFile:
-    """One rank's forward pass; raises CaptureError when the file is truncated or is not one."""
+    """One rank's forward pass; raises CaptureError when the file is truncated or is not one.
+
+    ``rows`` are the pass's rows, ``context`` tokens known though not computed in it, ``scored`` the
+    tokens whose log-probs ``logprob`` (float64 [scored], nat) holds; ``size`` is in bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        entries, metadata = self._read_header()
-        if HEADER_KEY not in metadata:
-            raise CaptureError(f"{path} is a safetensors file, but no pass of a capture")
-        self.header = from_json(PassHeader, metadata[HEADER_KEY], path)
-        self._stored = entries
-        self.rows = self.table("rows")
-        for name, tensor in self.header.tensors.items():
-            if name not in entries:
-                raise CaptureError(f"{path} lists {name} and does not hold it")
-            shape = entries[name].shape
-            if len(shape) != len(tensor.dims) or shape[0] != len(self.rows):
-                raise CaptureError(
-                    f"{path}: {name} has shape {list(shape)}, which does not fit "
-                    f"{list(tensor.dims)} with {len(self.rows)} rows"
-                )
-            for dim, (start, stop, _) in tensor.shards.items():
-                if dim not in tensor.dims or shape[tensor.dims.index(dim)] != stop - start:
-                    raise CaptureError(
-                        f"{path}: {name} has shape {list(shape)}, which does not fit its shard "
-                        f"{dim}=[{start}, {stop})"
-                    )
-
-    def _read_header(self) -> tuple[dict[str, _Stored], dict[str, str]]:
         try:
-            size = self.path.stat().st_size
-            with self.path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if size < 8 or length > size - 8:
-                    raise self._damaged("it ends before its header does")
-                raw = json.loads(file.read(length))
+            with path.open("rb") as file:
+                self.size = path.stat().st_size
+                metadata = self._read_header(file)
+                self.header = from_json(PassHeader, metadata[HEADER_KEY], path)
+                self.rows = self._table(file, "rows")
+                self.context = self._table(file, "context")
+                self.scored = self._table(file, "scores")
+                self.logprob = np.empty(0)
+                if len(self.scored):
+                    self.logprob = self._column(file, "scores.logprob", "f", len(self.scored))
         except OSError as error:
-            raise CaptureError(f"cannot read {self.path}: {error.strerror}") from None
-        except ValueError as error:
-            if isinstance(error, CaptureError):
-                raise
-            raise self._damaged("its header is not JSON") from None
-        if not isinstance(raw, dict):
-            raise self._damaged("its header is not an object")
-        metadata = raw.pop("__metadata__", {})
-        entries = {name: self._entry(name, value, 8 + length, size) for name, value in raw.items()}
-        return entries, metadata
-
-    def _entry(self, name: str, value: Any, data: int, size: int) -> _Stored:
+            raise CaptureError(f"cannot read {path}: {error.strerror}; capture again") from None
         try:
-            dtype, shape = value["dtype"], tuple(int(n) for n in value["shape"])
-            start, stop = (int(n) for n in value["data_offsets"])
-            width = _DTYPES[dtype].itemsize
-        except (KeyError, TypeError, ValueError):
-            raise self._damaged(f"it describes {name!r} as {value!r:.80}") from None
-        if min((start, *shape), default=0) < 0 or stop - start != width * int(np.prod(shape)):
-            raise self._damaged(f"{name!r} has {stop - start} bytes for shape {list(shape)}")
-        if data + stop > size:
-            raise self._damaged(f"it ends before {name!r} does (truncated at {size} bytes)")
-        return _Stored(dtype, shape, data + start)
+            self.tensors = _tensors(metadata[TENSORS_KEY])
+        except CaptureError as error:
+            raise CaptureError(f"{path} {error}; capture again") from None
+        for name, tensor in self.tensors.items():
+            if name not in self._stored:
+                raise self._damaged(f"it lists {name} and does not hold it")
+            try:
+                tensor.check(self._stored[name].shape, len(self.rows))
+            except CaptureError as error:
+                raise self._damaged(f"{name}: {error}") from None
 
-    def _damaged(self, why: str) -> CaptureError:
-        return CaptureError(f"{self.path} is damaged: {why}; capture again, or delete this pass")
+    def _read_header(self, file: BinaryIO) -> dict[str, Any]:
+        length = int.from_bytes(file.read(8), "little")
+        if self.size < 8 or length > self.size - 8:
+            raise self._damaged(f"it ends before its header does (truncated at {self.size} bytes)")
+        try:
+            metadata, layout = _split(file.read(length).decode())
+            self._stored = _layout(layout)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"its header is no safetensors header ({error})") from None
+        for key in (HEADER_KEY, TENSORS_KEY):
+            if not isinstance(metadata.get(key), str):
+                raise CaptureError(
+                    f"{self.path} is a safetensors file but no pass of a capture (no {key!r} in "
+                    "its metadata); remove it, or capture again"
+                )
+        self._data = 8 + length
+        end = self._data + max((s.stop for s in self._stored.values()), default=0)
+        if self.size != end:
+            raise self._damaged(f"it has {self.size} bytes and its header describes {end}")
+        return metadata
 
-    def table(self, group: str) -> Rows:
-        """Read the (sequence, position, token) table ``rows``, ``context`` or ``scores``."""
+    def _table(self, file: BinaryIO, group: str) -> Rows:
+        """Read a (sequence, position, token) table; none is an empty one."""
         if f"{group}.sequence" not in self._stored:
             return Rows.empty()
+        size = math.prod(self._stored[f"{group}.sequence"].shape)
+        columns = [
+            self._column(file, f"{group}.{c}", "i", size) for c in ("sequence", "position", "token")
+        ]
         try:
-            columns = [self.read(f"{group}.{c}") for c in ("sequence", "position", "token")]
-        except KeyError as error:
-            raise self._damaged(f"it lacks {error}") from None
-        rows = Rows.of(*columns)
+            rows = Rows.of(*columns)
+        except CaptureError as error:
+            raise self._damaged(f"in its {group}, {error}") from None
         if len(rows) and rows.sequence.max() >= len(self.header.sequences):
             raise self._damaged(f"its {group} name a sequence that it does not list")
         return rows
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
+    def _column(self, file: BinaryIO, name: str, kind: str, size: int) -> NDArray[Any]:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise self._damaged(f"it lacks {name}")
+        dtype = DTYPES[stored.dtype]
+        if stored.shape != (size,) or dtype.kind != kind:
+            raise self._damaged(f"{name} is {stored.dtype} of shape {list(stored.shape)}")
+        file.seek(self._data + stored.start)
+        return np.frombuffer(file.read(stored.stop - stored.start), dtype)
+
+    def _damaged(self, why: str) -> CaptureError:
+        return CaptureError(f"{self.path} is damaged: {why}; capture again")
 
     def dtype(self, name: str) -> str:
         """Name, in safetensors' words, of a stored tensor's dtype."""
@@ -125,16 +147,64 @@ class PassFile:
     def read(self, name: str, index: NDArray[np.intp] | None = None) -> NDArray[Any]:
         """Read a tensor, or some of its rows; float16 and bfloat16 come as float32, exactly."""
         stored = self._stored[name]
-        shape = stored.shape
-        if 0 in shape:
-            values: NDArray[Any] = np.empty(shape, _DTYPES[stored.dtype])
+        dtype = DTYPES[stored.dtype]
+        if 0 in stored.shape:
+            values: NDArray[Any] = np.empty(stored.shape, dtype)
         else:
-            values = np.memmap(
-                self.path, _DTYPES[stored.dtype], mode="r", offset=stored.offset, shape=shape
-            )
-        picked = np.array(values if index is None else values[index])
+            try:
+                values = np.memmap(
+                    self.path,
+                    dtype,
+                    mode="r",
+                    offset=self._data + stored.start,
+                    shape=stored.shape,
+                )
+            except (OSError, ValueError) as error:
+                raise CaptureError(
+                    f"cannot read {name} of {self.path}: {error}; was the capture deleted or "
+                    "overwritten while it was read?"
+                ) from None
+        picked = np.array(values) if index is None else np.asarray(values[index])
         if stored.dtype == "BF16":
             return (picked.astype(np.uint32) << 16).view(np.float32)
         if stored.dtype == "F16":
             return picked.astype(np.float32)
         return picked
+
+
+# thousands of decode passes differ in little but their rows: each text is parsed once
+
+
+@lru_cache(maxsize=256)
+def _tensors(text: str) -> Mapping[str, TensorHeader]:
+    return from_text(PassTensors, text).tensors
+
+
+def _split(text: str) -> tuple[dict[str, Any], str]:
+    """Cut a header into its metadata, which safetensors writes first, and the text of the rest."""
+    if not text.startswith(_METADATA):
+        return {}, text
+    metadata, end = json.JSONDecoder().raw_decode(text, len(_METADATA))
+    if not isinstance(metadata, dict):
+        raise ValueError(f"its metadata are {metadata!r:.40}")
+    return metadata, "{" + text[end:].lstrip(" ,").rstrip(" ")
+
+
+@lru_cache(maxsize=256)
+def _layout(text: str) -> Mapping[str, _Stored]:
+    raw = json.loads(text)
+    if not isinstance(raw, dict):
+        raise ValueError("not an object")
+    return {name: _entry(name, value) for name, value in raw.items() if name != "__metadata__"}
+
+
+def _entry(name: str, value: Any) -> _Stored:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        width = DTYPES[dtype].itemsize
+        whole = all(type(n) is int and n >= 0 for n in (start, stop, *shape))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"it describes {name!r} as {value!r:.80}") from None
+    if not whole or stop - start != width * math.prod(shape):
+        raise ValueError(f"{name!r} has {list(shape)} values in bytes {start} to {stop}")
+    return _Stored(dtype, shape, start, stop)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.captures.errors import CaptureError
+
+_Int = TypeVar("_Int", np.int32, np.int64)
 
 KEY_DTYPE = np.dtype([("high", np.uint64), ("low", np.uint64)])
 
@@ -33,17 +36,15 @@ class Rows:
 
     @classmethod
     def of(cls, sequence: object, position: object, token: object) -> Rows:
-        """Build from anything array-like; raises CaptureError on unequal lengths or negatives."""
+        """Build from anything array-like; raises CaptureError for what are no such numbers."""
         rows = cls(
-            np.asarray(sequence, np.int32).reshape(-1),
-            np.asarray(position, np.int32).reshape(-1),
-            np.asarray(token, np.int64).reshape(-1),
+            _integers("sequence", sequence, np.int32),
+            _integers("position", position, np.int32),
+            _integers("token", token, np.int64),
         )
         lengths = (len(rows.sequence), len(rows.position), len(rows.token))
         if len(set(lengths)) != 1:
             raise CaptureError(f"sequence, position and token have unequal lengths {lengths}")
-        if len(rows) and min(rows.sequence.min(), rows.position.min(), rows.token.min()) < 0:
-            raise CaptureError("sequence, position and token must not be negative")
         return rows
 
     @classmethod
@@ -78,13 +79,28 @@ class PrefixKeys:
     known: NDArray[np.bool_]
 
 
-def prefix_keys(rows: Rows, seen: Rows, salts: Sequence[str]) -> PrefixKeys:
+def _integers(what: str, values: object, dtype: type[_Int]) -> NDArray[_Int]:
+    array = np.asarray(values).reshape(-1)
+    if not len(array):
+        return np.empty(0, dtype)
+    if array.dtype.kind not in "iu":
+        raise CaptureError(f"{what} must be integers, got {array.dtype}")
+    if array.min() < 0 or array.max() > np.iinfo(dtype).max:
+        raise CaptureError(
+            f"{what} must lie from 0 to {np.iinfo(dtype).max}, got {array.min()} to {array.max()}"
+        )
+    return array.astype(dtype)
+
+
+def prefix_keys(
+    rows: Rows, seen: Rows, salts: Sequence[str], names: Sequence[str] = ()
+) -> PrefixKeys:
     """Identify each row by the tokens from its sequence's start up to its own.
 
     ``seen`` holds every (sequence, position, token) that the capture knows, the rows themselves
-    included; ``salts`` holds, for each sequence, whatever else is in its scoring context. Rows of a
-    sequence with a hole before them are not known. Raises CaptureError when a sequence has two
-    tokens at one position.
+    included; ``salts`` holds, for each sequence, whatever else is in its scoring context, and
+    ``names`` what to call it in an error. Rows of a sequence with a hole before them are not known.
+    Raises CaptureError when a sequence has two tokens at one position.
 
     A key is the sum over the prefix, in two lanes of 64 bits, of a hash of (position, token), plus
     a hash of the salt: equal prefixes have equal keys, and two different ones collide with a
@@ -105,9 +121,10 @@ def prefix_keys(rows: Rows, seen: Rows, salts: Sequence[str]) -> PrefixKeys:
     clash = np.flatnonzero(same & (token[1:] != token[:-1]))
     if len(clash):
         at = clash[0]
+        name = repr(names[sequence[at]]) if len(names) else str(sequence[at])
         raise CaptureError(
-            f"sequence {sequence[at]} holds two tokens at position {position[at]}: "
-            f"{token[at]} and {token[at + 1]}; one sequence name stands for two token lists"
+            f"sequence {name} holds two tokens at position {position[at]}: "
+            f"{token[at]} and {token[at + 1]}; give each token list a sequence name of its own"
         )
     first = np.concatenate([[True], ~same])
     sequence, position, token = sequence[first], position[first], token[first]

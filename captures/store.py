@@ -6,9 +6,7 @@ asked for, so memory is bounded by one point and not by the capture.
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,34 +17,17 @@ from numpy.typing import NDArray
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import (
     CAPTURE_FILE,
-    MANIFEST_FILE,
     CaptureInfo,
-    Phase,
     PointSeen,
     RankManifest,
     SequenceInfo,
+    TensorHeader,
     from_json,
 )
-from layerbisect.captures.passfile import PassFile
+from layerbisect.captures.gather import Gatherer, JointPass
+from layerbisect.captures.passes import pair, read_manifests, read_passes, read_text
 from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
 from layerbisect.captures.shards import Piece, assemble
-
-_PASS_NAME = re.compile(r"pass-\d{6,}\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One forward pass of all ranks.
-
-    ``start`` is where its rows begin among the capture's; ``local[r]`` (int [row]) gives each row's
-    place in rank r's file, or -1.
-    """
-
-    phase: Phase
-    ranks: tuple[PassFile, ...]
-    local: tuple[NDArray[np.intp], ...]
-    rows: Rows
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +39,7 @@ class ScoreTable:
     logprob: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Capture:
     """A capture opened for reading.
 
@@ -79,7 +60,7 @@ class Capture:
     scores: ScoreTable
     points: dict[str, PointSeen]
     replica_findings: dict[str, str]
-    _passes: tuple[_Pass, ...]
+    passes: tuple[JointPass, ...]
 
     @classmethod
     def open(
@@ -102,95 +83,109 @@ class Capture:
                 f"{folder} holds no capture (no {CAPTURE_FILE}); make one with "
                 "`layerbisect capture` or by setting LAYERBISECT_CAPTURE for the server"
             )
-        info = from_json(CaptureInfo, _text(folder / CAPTURE_FILE), folder / CAPTURE_FILE)
-        manifests, problems = _manifests(folder)
-        files = [_pass_files(folder / f"rank-{m.rank}", m) for m in manifests]
-        count = max((len(f) for f in files), default=0)
-        if len({len(f) for f in files}) > 1:
-            problems.append(f"ranks wrote unequal numbers of passes: {[len(f) for f in files]}")
-            count = min(len(f) for f in files)
-        reader = _Gatherer(requests)
-        for index in range(count):
-            reader.add(tuple(f[index] for f in files))
-        if not reader.passes or not len(reader.rows):
-            names = sorted({s.name for f in files for p in f for s in p.header.sequences})
-            raise CaptureError(
-                f"{folder} is an empty capture: no forward pass was recorded"
-                if not names
-                else f"{folder} has no sequence that matches {requests!r}; it has {names[:5]}"
-            )
-        finished = all(m.finished for m in manifests) and not problems
-        if not all(m.finished for m in manifests):
-            problems.append("the capture was not finished: the engine still runs, or it died")
-        problems += [f"rank {m.rank}: {error}" for m in manifests for error in m.errors]
-        salts = [s.salt for s in reader.sequences]
+        info = from_json(CaptureInfo, read_text(folder / CAPTURE_FILE), folder / CAPTURE_FILE)
+        manifests = read_manifests(folder)
+        joint, missing_passes = pair([read_passes(folder / f"rank-{m.rank}", m) for m in manifests])
+        gathered = Gatherer(requests)
+        for ranks in joint:
+            gathered.add(ranks)
+        if not gathered.passes:
+            raise _empty(folder, requests, gathered.names, manifests)
+        gaps = _missing_ranks(manifests) + missing_passes
+        whole = all(m.finished for m in manifests)
+        unfinished = (
+            [] if whole else ["the capture was not finished: the engine still runs, or it died"]
+        )
+        errors = [f"rank {m.rank}: {error}" for m in manifests for error in m.errors]
+        rows, (scored, logprob) = gathered.rows(), gathered.scored()
+        seen = Rows.concatenate([gathered.seen(), rows, scored])
+        salts, names = [s.salt for s in gathered.sequences], [s.name for s in gathered.sequences]
+        try:
+            keys, score_keys = (prefix_keys(part, seen, salts, names) for part in (rows, scored))
+        except CaptureError as error:
+            raise CaptureError(f"{folder}: {error}") from None
         return cls(
             directory=folder,
             info=info,
             label=label or info.label,
-            finished=finished,
-            problems=tuple(problems),
-            sequences=tuple(reader.sequences),
-            rows=reader.rows,
-            keys=prefix_keys(reader.rows, reader.seen, salts),
-            phases=np.concatenate([np.full(len(p.rows), p.phase) for p in reader.passes]),
-            scores=ScoreTable(
-                reader.scored,
-                prefix_keys(reader.scored, reader.seen, salts),
-                np.concatenate(reader.logprobs) if reader.logprobs else np.empty(0),
+            finished=whole and not gaps,
+            problems=(*gaps, *unfinished, *errors),
+            sequences=tuple(gathered.sequences),
+            rows=rows,
+            keys=keys,
+            phases=np.repeat(
+                [one.phase for one in gathered.passes], [len(one.rows) for one in gathered.passes]
             ),
-            points=_points(manifests, reader.passes),
+            scores=ScoreTable(scored, score_keys, logprob),
+            points=_points(manifests, gathered.passes),
             replica_findings={},
-            _passes=tuple(reader.passes),
+            passes=tuple(gathered.passes),
         )
 
     def has(self, point: str) -> NDArray[np.bool_]:
         """Say for each row (bool [row]) whether ``point`` was recorded in its pass."""
-        present = [np.full(len(p.rows), any(point in f for f in p.ranks)) for p in self._passes]
-        return np.concatenate(present)
+        present = [any(point in file.tensors for file in one.ranks) for one in self.passes]
+        return np.repeat(present, [len(one.rows) for one in self.passes])
 
     def read(self, point: str, rows: NDArray[np.intp] | None = None) -> NDArray[Any]:
         """Read a point's values ([row, ...]) for all rows, or for those indexed, in that order.
 
         bfloat16 and float16 come as float32, which holds them exactly. Shards are assembled, and
         partial sums are added in float32 and rounded to the dtype in which they were captured.
+        ``rows`` may be a mask, too.
 
         Raises:
-            CaptureError: a row's pass does not hold the point, shards that do not tile it, or
-                replicas of it that disagree.
+            CaptureError: a row's pass does not hold the point, or shards do not tile it.
+            IndexError: ``rows`` names a row that is not there.
         """
-        wanted = np.arange(len(self.rows)) if rows is None else np.asarray(rows, np.intp)
-        parts: list[NDArray[Any]] = []
-        places: list[NDArray[np.intp]] = []
-        for one in self._passes:
-            inside = np.flatnonzero((wanted >= one.start) & (wanted < one.start + len(one.rows)))
-            if len(inside):
-                places.append(inside)
-                parts.append(self._assemble(one, point, wanted[inside] - one.start))
-        if not parts:
-            raise CaptureError(f"no rows of {point} were asked for")
-        shapes = {p.shape[1:] for p in parts}
-        if len(shapes) > 1:
-            raise CaptureError(
-                f"{self.directory}: {point} changes its shape between passes: {shapes}"
-            )
-        out = np.empty((len(wanted), *parts[0].shape[1:]), parts[0].dtype)
-        for place, part in zip(places, parts, strict=True):
-            out[place] = part
+        wanted = self._wanted(point, rows)
+        starts = np.array([one.start for one in self.passes])
+        number = np.searchsorted(starts, wanted, side="right") - 1
+        order = np.argsort(number, kind="stable")
+        used, begins = np.unique(number[order], return_index=True)
+        out: NDArray[Any] | None = None
+        for at, places in zip(used, np.split(order, begins[1:]), strict=True):
+            one = self.passes[at]
+            part = self._assemble(one, point, wanted[places] - one.start)
+            if out is None:
+                out = np.empty((len(wanted), *part.shape[1:]), part.dtype)
+            if part.shape[1:] != out.shape[1:] or part.dtype != out.dtype:
+                raise CaptureError(
+                    f"{self.directory}: {point} is {out.dtype} {list(out.shape[1:])} in one pass "
+                    f"and {part.dtype} {list(part.shape[1:])} in another; capture again"
+                )
+            out[places] = part
+        assert out is not None
         return out
 
-    def _assemble(self, one: _Pass, point: str, index: NDArray[np.intp]) -> NDArray[Any]:
+    def _wanted(self, point: str, rows: NDArray[np.intp] | None) -> NDArray[np.intp]:
+        if rows is None:
+            index = np.arange(len(self.rows))
+        elif np.asarray(rows).dtype == bool:
+            index = np.arange(len(self.rows))[rows]
+        else:
+            index = np.asarray(rows, np.intp)
+        if not len(index):
+            raise CaptureError(f"no rows of {point} were asked for")
+        if index.min() < 0 or index.max() >= len(self.rows):
+            raise IndexError(
+                f"rows {index.min()} to {index.max()} of {self.directory}, "
+                f"which has rows 0 to {len(self.rows) - 1}"
+            )
+        return index
+
+    def _assemble(self, one: JointPass, point: str, index: NDArray[np.intp]) -> NDArray[Any]:
         pieces = []
         for file, local in zip(one.ranks, one.local, strict=True):
-            if point in file.header.tensors:
+            header = file.tensors.get(point)
+            if header is not None:
                 held = np.flatnonzero(local[index] >= 0)
                 values = file.read(point, local[index][held])
-                header = file.header.tensors[point]
                 pieces.append(Piece(header, held, values, file.dtype(point), file.path.parent.name))
         if not pieces:
             raise CaptureError(
-                f"{self.directory} does not hold {point} for {len(index)} of its rows; "
-                f"capture it with points={point!r}"
+                f"{self.directory} does not hold {point} for {int((~self.has(point)).sum())} of "
+                f"its {len(self.rows)} rows; capture it with points={point!r}"
             )
         try:
             whole = assemble(pieces, len(index))
@@ -205,148 +200,36 @@ class Capture:
         return replace(self, label=label)
 
 
-class _Gatherer:
-    """Collects rows over passes, numbering sequences by name and keeping those that match."""
-
-    def __init__(self, requests: str) -> None:
-        self.requests = requests
-        self.sequences: list[SequenceInfo] = []
-        self.passes: list[_Pass] = []
-        self.logprobs: list[NDArray[np.float64]] = []
-        self._number: dict[str, int] = {}
-        self._rows: list[Rows] = []
-        self._seen: list[Rows] = []
-        self._scored: list[Rows] = []
-        self._start = 0
-
-    def add(self, ranks: tuple[PassFile, ...]) -> None:
-        tables = [self._renumber(file, file.rows) for file in ranks]
-        rows = _union([table for table, _ in tables])
-        if len(rows):
-            local = tuple(_places(table, np.flatnonzero(kept), rows) for table, kept in tables)
-            self.passes.append(_Pass(ranks[0].header.phase, ranks, local, rows, self._start))
-            self._rows.append(rows)
-            self._start += len(rows)
-        for file in ranks:
-            self._seen.append(self._renumber(file, file.table("context"))[0])
-        # every rank that scores has the same scores: one of them is enough
-        for file in ranks:
-            scored, kept = self._renumber(file, file.table("scores"))
-            if len(scored):
-                self._scored.append(scored)
-                self.logprobs.append(np.asarray(file.read("scores.logprob")[kept], np.float64))
-                break
-
-    def _renumber(self, file: PassFile, rows: Rows) -> tuple[Rows, NDArray[np.bool_]]:
-        wanted = [fnmatch.fnmatchcase(s.name, self.requests) for s in file.header.sequences]
-        number = np.full(len(wanted), -1, np.int32)
-        for local, sequence in enumerate(file.header.sequences):
-            if wanted[local]:
-                number[local] = self._number.setdefault(sequence.name, len(self._number))
-                if number[local] == len(self.sequences):
-                    self.sequences.append(sequence)
-        kept = number[rows.sequence] >= 0 if len(rows) else np.zeros(0, bool)
-        picked = rows.take(kept)
-        return Rows(number[picked.sequence], picked.position, picked.token), kept
-
-    @property
-    def rows(self) -> Rows:
-        return Rows.concatenate(self._rows)
-
-    @property
-    def scored(self) -> Rows:
-        return Rows.concatenate(self._scored)
-
-    @property
-    def seen(self) -> Rows:
-        return Rows.concatenate([*self._rows, *self._seen, *self._scored])
+def _missing_ranks(manifests: Sequence[RankManifest]) -> list[str]:
+    missing = sorted(set(range(manifests[0].world_size)) - {m.rank for m in manifests})
+    return [f"ranks {missing} of {manifests[0].world_size} wrote nothing"] if missing else []
 
 
-def _union(tables: Sequence[Rows]) -> Rows:
-    """Merge the ranks' rows of one pass: usually the same rows on every rank."""
-    first = tables[0]
-    if all(
-        np.array_equal(first.sequence, t.sequence) and np.array_equal(first.position, t.position)
-        for t in tables[1:]
-    ):
-        return first
-    merged = Rows.concatenate(tables)
-    _, index = np.unique(np.stack([merged.sequence, merged.position]), axis=1, return_index=True)
-    return merged.take(np.sort(index))
+def _empty(
+    folder: Path, requests: str, names: set[str], manifests: Sequence[RankManifest]
+) -> CaptureError:
+    if names:
+        return CaptureError(
+            f"{folder} has no rows of a sequence that matches {requests!r}; "
+            f"it has {len(names)} sequences, such as {sorted(names)[:5]}"
+        )
+    errors = [f" (rank {m.rank} says: {m.errors[0]})" for m in manifests if m.errors]
+    return CaptureError(
+        f"{folder} is an empty capture: no forward pass was recorded; "
+        f"capture again{''.join(errors[:1])}"
+    )
 
 
-def _places(table: Rows, at: NDArray[np.intp], rows: Rows) -> NDArray[np.intp]:
-    """Where each of ``rows`` lies in a rank's file, given its kept rows and their places there."""
-    if len(table) == len(rows):
-        return at
-    stride = np.int64(max(rows.position.max(), 0)) + 1
-    wanted = rows.sequence * stride + rows.position
-    held = table.sequence * stride + table.position
-    order = np.argsort(held)
-    slot = np.searchsorted(held[order], wanted).clip(max=max(len(held) - 1, 0))
-    places = np.full(len(rows), -1, np.intp)
-    if len(held):
-        found = held[order][slot] == wanted
-        places[found] = at[order][slot[found]]
-    return places
-
-
-def _manifests(folder: Path) -> tuple[list[RankManifest], list[str]]:
-    found: list[RankManifest] = []
-    for path in sorted(folder.glob(f"rank-*/{MANIFEST_FILE}")):
-        manifest = from_json(RankManifest, _text(path), path)
-        if path.parent.name != f"rank-{manifest.rank}":
-            raise CaptureError(f"{path} is of rank {manifest.rank}, not of its folder's")
-        found.append(manifest)
-    found.sort(key=lambda m: m.rank)
-    if not found:
-        raise CaptureError(f"{folder} is an empty capture: no rank wrote anything")
-    expected = set(range(max(m.world_size for m in found)))
-    missing = sorted(expected - {m.rank for m in found})
-    return found, [f"ranks {missing} wrote nothing"] if missing else []
-
-
-def _pass_files(folder: Path, manifest: RankManifest) -> list[PassFile]:
-    names = [summary.file for summary in manifest.passes]
-    for name in names:
-        if not _PASS_NAME.fullmatch(name) or (folder / name).is_symlink():
-            raise CaptureError(
-                f"{folder / MANIFEST_FILE} names {name!r}, which is not a pass of this capture; "
-                "a manifest may only name files beside it"
-            )
-    if not manifest.finished:
-        names = sorted(p.name for p in folder.iterdir() if _PASS_NAME.fullmatch(p.name))
-    files = []
-    for name in names:
-        if not (folder / name).is_file():
-            raise CaptureError(
-                f"{folder} lists {name} and does not hold it; the capture is damaged"
-            )
-        files.append(PassFile(folder / name))
-    for summary, file in zip(manifest.passes, files, strict=False):
-        if summary.rows != len(file.rows):
-            raise CaptureError(
-                f"{file.path} has {len(file.rows)} rows, and its manifest says {summary.rows}"
-            )
-    return files
-
-
-def _points(manifests: Sequence[RankManifest], passes: Sequence[_Pass]) -> dict[str, PointSeen]:
+def _points(manifests: Sequence[RankManifest], passes: Sequence[JointPass]) -> dict[str, PointSeen]:
+    """How each point is seen: as the ranks say, and in any case where a pass holds it."""
     points: dict[str, PointSeen] = {}
-    for manifest in manifests:
-        for name, seen in manifest.points.items():
-            if name not in points or points[name].how == "not_observable":
-                points[name] = seen
-    for one in passes:
-        for file in one.ranks:
-            for name, header in file.header.tensors.items():
-                if name not in points or points[name].how == "not_observable":
-                    points[name] = PointSeen(header.how)
+    # passes of one kind share one table
+    tables: dict[int, Mapping[str, TensorHeader]] = {
+        id(file.tensors): file.tensors for one in passes for file in one.ranks
+    }
+    told = [m.points for m in manifests]
+    held = [{n: PointSeen(h.how) for n, h in table.items()} for table in tables.values()]
+    for name, seen in ((n, s) for table in (*told, *held) for n, s in table.items()):
+        if name not in points or points[name].how == "not_observable":
+            points[name] = seen
     return points
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaptureError(f"cannot read {path}: {error}") from None

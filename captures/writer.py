@@ -5,7 +5,9 @@ Each pass is written to a temporary name and renamed, so a crash loses at most t
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +21,11 @@ from layerbisect.captures.format import (
     CAPTURE_FILE,
     HEADER_KEY,
     MANIFEST_FILE,
+    TENSORS_KEY,
     CaptureInfo,
     PassHeader,
     PassSummary,
+    PassTensors,
     Phase,
     PointSeen,
     RankManifest,
@@ -34,6 +38,14 @@ from layerbisect.captures.rows import Rows
 if TYPE_CHECKING:
     import torch
 
+MAX_ERRORS = 100
+"""How many different errors a rank's manifest holds at most."""
+
+_STORABLE = frozenset(
+    f"torch.{name}"
+    for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -41,6 +53,16 @@ class Scores:
 
     rows: Rows
     logprob: NDArray[np.floating]
+
+
+def check_tensor(name: str, value: torch.Tensor, header: TensorHeader, rows: int) -> None:
+    """Raise CaptureError for a tensor that could be written and not be read again."""
+    if str(value.dtype) not in _STORABLE:
+        raise CaptureError(f"{name} is {value.dtype}, which a capture cannot hold; convert it")
+    try:
+        header.check(value.shape, rows)
+    except CaptureError as error:
+        raise CaptureError(f"{name}: {error}") from None
 
 
 class CaptureWriter:
@@ -63,40 +85,61 @@ class CaptureWriter:
         self.info = info
         self._folder = self.directory / f"rank-{rank}"
         self._passes: list[PassSummary] = []
+        self._begun = 0
+        self._last_tensors: tuple[tuple[tuple[str, TensorHeader], ...], str] = ((), "")
         self._manifest = RankManifest(rank=rank, world_size=world_size, finished=False)
+        try:
+            description = to_json(info, indent=1)
+        except (TypeError, ValueError) as error:
+            raise CaptureError(f"what the capture is of cannot be JSON: {error}") from None
         self._claim()
-        if rank == 0:
-            _write_text(self.directory / CAPTURE_FILE, to_json(info, indent=1))
-        self._save_manifest()
+        try:
+            if rank == 0:
+                _write_text(self.directory / CAPTURE_FILE, description)
+            self._save_manifest()
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise CaptureError(
+                f"cannot write {self.directory}: {error.strerror}; name another directory"
+            ) from None
 
     def _claim(self) -> None:
         if self.directory.exists() and not self.directory.is_dir():
             raise CaptureError(f"{self.directory} is a file; name a directory for the capture")
-        foreign = (
-            [p.name for p in self.directory.iterdir() if not p.name.startswith("rank-")]
-            if self.directory.is_dir()
-            else []
-        )
-        is_first = self._manifest.rank == 0
-        if CAPTURE_FILE in foreign and (is_first or self._folder.exists()):
-            raise CaptureError(
-                f"{self.directory} already holds a capture; name another directory or delete it"
-            )
-        if [name for name in foreign if name != CAPTURE_FILE and not name.startswith(".")]:
-            raise CaptureError(
-                f"{self.directory} holds other files ({sorted(foreign)[0]!r}); "
-                "name an empty or a new directory for the capture"
-            )
         try:
+            names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []
+            if (CAPTURE_FILE in names and self._manifest.rank == 0) or self._is_anothers(names):
+                raise CaptureError(
+                    f"{self.directory} already holds a capture; name another directory or delete it"
+                )
+            foreign = [n for n in names if n != CAPTURE_FILE and not n.startswith((".", "rank-"))]
+            if foreign:
+                raise CaptureError(
+                    f"{self.directory} holds other files ({foreign[0]!r}); "
+                    "name an empty or a new directory for the capture"
+                )
             self._folder.mkdir(parents=True)
         except FileExistsError:
             raise CaptureError(
-                f"{self._folder} already holds a capture; name another directory or delete it"
+                f"{self._folder} is there already; name another directory or delete this one"
             ) from None
         except OSError as error:
             raise CaptureError(
                 f"cannot make {self._folder}: {error.strerror}; name a writable directory"
             ) from None
+
+    def _is_anothers(self, names: Sequence[str]) -> bool:
+        """Say whether a rank wrote here that does not belong to this capture."""
+        for name in names:
+            path = self.directory / name / MANIFEST_FILE
+            if name.startswith("rank-") and path.is_file():
+                try:
+                    other = json.loads(path.read_bytes())
+                    if other["finished"] or other["world_size"] != self._manifest.world_size:
+                        return True
+                except (ValueError, TypeError, KeyError):
+                    return True
+        return False
 
     def write_pass(
         self,
@@ -114,37 +157,56 @@ class CaptureWriter:
         ``tensors`` maps a point to its values ([row, ...], any device, in order of computation),
         ``headers`` says which part of it they are; ``rows.sequence`` indexes ``sequences``.
         ``context`` holds tokens that these sequences had seen though no row here computed them.
+
+        Raises:
+            CaptureError: values that do not fit their header or their rows, or that cannot be
+                written; nothing is left of the pass then, and its number is not used again, so that
+                the passes after it have the same number on all ranks.
         """
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        index = len(self._passes)
+        index, self._begun = self._begun, self._begun + 1
+        if self._manifest.finished:
+            raise CaptureError(f"{self._folder} is finished, and takes no further pass")
         stored: dict[str, torch.Tensor] = {}
-        for group, table in (("rows", rows), ("context", context), ("scores", _rows_of(scores))):
-            if table is not None and (len(table) or group == "rows"):
-                stored[f"{group}.sequence"] = torch.from_numpy(table.sequence.copy())
-                stored[f"{group}.position"] = torch.from_numpy(table.position.copy())
-                stored[f"{group}.token"] = torch.from_numpy(table.token.copy())
+        tables = {"rows": rows, "context": context, "scores": scores.rows if scores else None}
+        for group, table in tables.items():
+            if table is None or (not len(table) and group != "rows"):
+                continue
+            if len(table) and int(table.sequence.max()) >= len(sequences):
+                raise CaptureError(f"{group} name sequence {table.sequence.max()}, which is none")
+            for column in ("sequence", "position", "token"):
+                stored[f"{group}.{column}"] = torch.from_numpy(getattr(table, column).copy())
         if scores is not None and len(scores.rows):
+            if len(scores.logprob) != len(scores.rows):
+                raise CaptureError(f"{len(scores.logprob)} scores for {len(scores.rows)} tokens")
             stored["scores.logprob"] = torch.from_numpy(np.array(scores.logprob, np.float64))
         for name, value in tensors.items():
-            if value.shape[0] != len(rows):
-                raise CaptureError(
-                    f"{name} has {value.shape[0]} rows in a pass of {len(rows)} rows"
-                )
+            check_tensor(name, value, headers[name], len(rows))
+            # safetensors refuses what is not contiguous or shares memory
             stored[name] = value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
-        header = PassHeader(
-            index=index,
-            phase=phase,
-            sequences=tuple(sequences),
-            order=tuple(tensors),
-            tensors={name: headers[name] for name in tensors},
-        )
         name = f"pass-{index:06d}.safetensors"
         temporary = self._folder / f".{name}.tmp"
-        save_file(stored, temporary, metadata={HEADER_KEY: to_json(header)})
-        os.replace(temporary, self._folder / name)
+        metadata = {
+            HEADER_KEY: to_json(PassHeader(index, phase, tuple(sequences))),
+            TENSORS_KEY: self._tensors_json({name: headers[name] for name in tensors}),
+        }
+        try:
+            save_file(stored, temporary, metadata=metadata)
+            os.replace(temporary, self._folder / name)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise CaptureError(f"cannot write {self._folder / name}: {error}") from error
         self._passes.append(PassSummary(name, len(rows)))
+
+    def _tensors_json(self, headers: Mapping[str, TensorHeader]) -> str:
+        # seldom changes from pass to pass
+        items = tuple(headers.items())
+        if items != self._last_tensors[0] or not self._last_tensors[1]:
+            self._last_tensors = (items, to_json(PassTensors(headers)))
+        return self._last_tensors[1]
 
     def points_seen(self, points: Mapping[str, PointSeen]) -> None:
         """Record how points are seen, or why they are not; saved at once where it is news."""
@@ -155,7 +217,7 @@ class CaptureWriter:
 
     def error(self, message: str) -> None:
         """Record an error once; the engine goes on."""
-        if message not in self._manifest.errors and len(self._manifest.errors) < 100:
+        if message not in self._manifest.errors and len(self._manifest.errors) < MAX_ERRORS:
             self._manifest = replace(self._manifest, errors=(*self._manifest.errors, message))
             self._save_manifest()
 
@@ -168,11 +230,11 @@ class CaptureWriter:
         _write_text(self._folder / MANIFEST_FILE, to_json(self._manifest, indent=1))
 
 
-def _rows_of(scores: Scores | None) -> Rows | None:
-    return None if scores is None else scores.rows
-
-
 def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
