@@ -47,7 +47,7 @@ MODEL_DIMS: dict[str, tuple[str, ...]] = {
 COARSE = ("layers.*.input", "layers.*.output", "final_norm", "logprob")
 """Layer boundaries and scores: what a first capture holds."""
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]*)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ def select(
     Raises LayerBisectError for a pattern that matches nothing.
     """
     wanted = patterns.split(",") if isinstance(patterns, str) else list(patterns)
+    if not wanted:
+        raise LayerBisectError("no points were asked for; ask for 'coarse', say")
     every = all_points(num_layers, moe)
     chosen: set[str] = set()
     for pattern in (text.strip() for text in wanted):

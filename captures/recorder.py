@@ -7,7 +7,9 @@ what goes wrong is written into the capture, and the engine goes on.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from layerbisect.captures.format import How, Phase, PointSeen, SequenceInfo, TensorHeader
 from layerbisect.captures.points import Point, parse
 from layerbisect.captures.rows import Rows
-from layerbisect.captures.writer import CaptureWriter, Scores
+from layerbisect.captures.writer import CaptureWriter, Scores, check_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +102,7 @@ class Recorder:
         self._how: dict[str, How] = {}
         self._batch: Batch | None = None
         self._values: dict[str, torch.Tensor] = {}
+        self._headers: dict[str, TensorHeader] = {}
         self._scores: list[Scores] = []
 
     @property
@@ -119,10 +122,9 @@ class Recorder:
                     match = re.fullmatch(tap.module, path)
                     if match:
                         self._attach(module, tap, tap.point.format(**match.groupdict()))
-        missing = [n for n in self.points if n not in self._how and n != "logprob"]
-        self.writer.points_seen(
-            {n: PointSeen("not_observable", "no module of this model shows it") for n in missing}
-        )
+            missing = [n for n in self.points if n not in self._how and n != "logprob"]
+            unseen = PointSeen("not_observable", "no module of this model shows it")
+            self.writer.points_seen(dict.fromkeys(missing, unseen))
 
     def expect(self, point: str, how: How = "observed") -> None:
         """Declare that ``point`` will come through :meth:`record` and not through a tap."""
@@ -147,17 +149,23 @@ class Recorder:
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; a pass that is still open was broken off, and is dropped."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._drop()
 
     def begin(self, batch: Batch) -> None:
         """Open a pass. One that is still open was broken off, and is dropped."""
-        if self._batch is not None:
-            self.writer.error("a forward pass broke off before its end and was not recorded")
-        self._values, self._scores = {}, []
+        self._drop()
         self._batch = batch if len(batch.rows) else None
+
+    def _drop(self) -> None:
+        broken, self._batch = self._batch, None
+        self._values, self._headers, self._scores = {}, {}, []
+        if broken is not None:
+            with self.guarded("dropping a pass"):
+                self.writer.error("a forward pass broke off before its end and was not recorded")
 
     def record(self, point: str, take: Callable[[], Any]) -> None:
         """Record a point of the open pass; ``take`` gives its tensor, [grid rows, ...] flattened.
@@ -174,11 +182,18 @@ class Recorder:
             if point in self._values:
                 self.writer.error(f"{point} was computed twice in one pass; the first was kept")
                 return
-            self._values[point] = self._rows_of(value, batch, self.points[point])
+            parsed = self.points[point]
+            rows, header = self._rows_of(value, batch, parsed), self._header_of(parsed)
+            # one point that does not fit must not cost the whole pass
+            check_tensor(point, rows, header, len(batch.rows))
+            self._values[point], self._headers[point] = rows, header
 
     def _rows_of(self, value: torch.Tensor, batch: Batch, point: Point) -> torch.Tensor:
         import torch
 
+        # a wrong grid may divide the values evenly all the same
+        if batch.grid not in itertools.accumulate(value.shape, operator.mul):
+            raise ValueError(f"shape {list(value.shape)} does not have {batch.grid} rows")
         flat = value.detach().reshape(batch.grid, -1)
         index = torch.from_numpy(batch.index).to(flat.device)
         # index_select copies, so a later in-place operation of the engine cannot change it
@@ -199,7 +214,6 @@ class Recorder:
             return
         with self.guarded("writing a pass"):
             self._report_unseen(batch)
-            headers = {name: self._header_of(self.points[name]) for name in self._values}
             scores = Scores(
                 Rows.concatenate([s.rows for s in self._scores]),
                 np.concatenate([np.asarray(s.logprob) for s in self._scores] or [np.empty(0)]),
@@ -209,12 +223,14 @@ class Recorder:
                 batch.sequences,
                 batch.rows,
                 self._values,
-                headers,
+                self._headers,
                 scores=scores,
                 context=batch.context,
             )
-            self.writer.points_seen({n: PointSeen(self._how[n]) for n in self._values})
-        self._values, self._scores = {}, []
+            self.writer.points_seen(
+                {n: PointSeen(self._how.get(n, "observed")) for n in self._values}
+            )
+        self._values, self._headers, self._scores = {}, {}, []
 
     def _report_unseen(self, batch: Batch) -> None:
         expected = [name for name in self.points if name in self._how]
@@ -239,5 +255,5 @@ class Recorder:
             log.warning("layerbisect: %s", message)
             try:
                 self.writer.error(message)
-            except OSError:
+            except Exception:  # noqa: BLE001
                 log.warning("layerbisect: the capture cannot be written")

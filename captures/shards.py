@@ -60,7 +60,9 @@ def assemble(pieces: Sequence[Piece], num_rows: int) -> Assembled:
             raise CaptureError(f"partial sum {index} of {count} is missing; a rank wrote nothing")
         term = _tile(terms, num_rows)
         disagreements += term.disagreements
-        total = term.values if total is None else total + term.values
+        # infinities of opposite signs make a NaN, as they would in an all-reduce
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = term.values if total is None else total + term.values
     assert total is not None
     return Assembled(_round(total, pieces[0].dtype), disagreements)
 
@@ -133,7 +135,8 @@ def _differ(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 def _round(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "F16":
-        return values.astype(np.float16).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
     if dtype != "BF16":
         return values
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
