@@ -121,6 +121,13 @@ class TensorHeader:
         if self.partial_sum and not 0 <= self.partial_sum[0] < self.partial_sum[1]:
             raise CaptureError(f"partial_sum {self.partial_sum} is not [index, count]")
 
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the logical tensor, of which a part has ``shape``."""
+        return tuple(
+            self.shards[dim][2] if dim in self.shards else size
+            for dim, size in zip(self.dims, shape, strict=True)
+        )
+
     def check(self, shape: Sequence[int], rows: int) -> None:
         """Raise CaptureError unless a tensor of this shape, in a pass of so many rows, fits."""
         sizes = {dim: stop - start for dim, (start, stop, _) in self.shards.items()} | {"row": rows}
@@ -153,8 +160,7 @@ class PassHeader:
 class PassTensors:
     """What a pass file holds of each point, in the order in which the points were computed.
 
-    Apart from the header because it seldom changes from pass to pass, so that the reader parses it
-    once.
+    Apart from the header, because it seldom changes from pass to pass and is parsed once then.
     """
 
     tensors: Mapping[str, TensorHeader]

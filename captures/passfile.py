@@ -144,6 +144,14 @@ class PassFile:
         """Name, in safetensors' words, of a stored tensor's dtype."""
         return self._stored[name].dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor."""
+        return self._stored[name].shape
+
+    def bytes_of(self, name: str) -> int:
+        """How many bytes of the file a stored tensor takes."""
+        return self._stored[name].stop - self._stored[name].start
+
     def read(self, name: str, index: NDArray[np.intp] | None = None) -> NDArray[Any]:
         """Read a tensor, or some of its rows; float16 and bfloat16 come as float32, exactly."""
         stored = self._stored[name]

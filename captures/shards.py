@@ -112,11 +112,7 @@ def _sharded(pieces: Sequence[Piece]) -> bool:
 
 
 def _shape(piece: Piece, num_rows: int) -> tuple[int, ...]:
-    sizes = []
-    for dim, size in zip(piece.header.dims[1:], piece.values.shape[1:], strict=True):
-        shard = piece.header.shards.get(dim)
-        sizes.append(shard[2] if shard else size)
-    return (num_rows, *sizes)
+    return (num_rows, *piece.header.whole(piece.values.shape)[1:])
 
 
 def _region(piece: Piece, ndim: int) -> tuple[Any, ...]:
