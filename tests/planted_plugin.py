@@ -1,0 +1,248 @@
+"""The tests' own SGLang plugin: it plants a fault in one layer of the model inside a server.
+
+``TEST_FAULT=name:layer[=value][:decode]`` says which; with ``decode`` the fault shows in decode
+steps alone. Faults act inside the faulty module's own computation, before it rounds, so that the
+module's output is faulty wherever a hook looks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TRUTH = {
+    "norm-eps": "norm",
+    "norm-weight": "norm",
+    "qk-norm-skipped": "norm",
+    "rope-base": "rope",
+    "rope-shifted": "rope",
+    "softmax-scale": "attention",
+    "sliding-window": "attention",
+    "kv-heads-regrouped": "attention",
+    "o-proj-permuted": "linear",
+    "residual-dropped": "residual",
+    "router-low-precision": "router",
+    "top-k-not-renormalised": "router",
+    "experts-swapped": "experts",
+    "gate-up-swapped": "experts",
+    "final-norm-weight": "norm",
+    "head-scaled": "head",
+}
+"""The operator that each fault is in; the last two are in no layer, whatever layer is named."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A parsed TEST_FAULT."""
+
+    name: str
+    layer: int
+    value: float | None
+    decode: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Raises ValueError for what is none."""
+        name, layer, *rest = text.split(":")
+        layer, _, value = layer.partition("=")
+        if name not in TRUTH or rest not in ([], ["decode"]):
+            raise ValueError(f"no such fault: {text!r}")
+        return cls(name, int(layer), float(value) if value else None, rest == ["decode"])
+
+    def of(self, default: float) -> float:
+        """The value that was given, or else ``default``."""
+        return default if self.value is None else self.value
+
+
+class Planter:
+    """Plants a fault after the model was loaded, and knows whether a decode step is running."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self._decoding = False
+
+    def forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Before ``ModelRunner.forward``."""
+        self._decoding = forward_batch.forward_mode.is_decode()
+
+    def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """After ``ModelRunner.load_model``."""
+        fault, model = self.fault, runner.model
+        layer = model.model.layers[fault.layer]
+        getattr(self, "_" + fault.name.replace("-", "_"))(model, layer)
+        print(f"planted {fault}", flush=True)
+
+    def _replace(self, owner: Any, method: str, faulty: Callable[..., Any]) -> None:
+        """Let ``faulty(original, *args)`` stand for a method of one object."""
+        original = getattr(owner, method)
+
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            if self.fault.decode and not self._decoding:
+                return original(*args, **kwargs)
+            return faulty(original, *args, **kwargs)
+
+        # past nn.Module.__setattr__ too: an instance's own attribute comes first
+        owner.__dict__[method] = switch
+
+    def _meanwhile(self, module: Any, owner: Any, name: str, value: Any) -> None:
+        """Let an attribute have another value while ``module`` runs."""
+
+        def faulty(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before = getattr(owner, name)
+            setattr(owner, name, value)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                setattr(owner, name, before)
+
+        self._replace(module, "forward", faulty)
+
+    def _norm_eps(self, model: Any, layer: Any) -> None:
+        norm = layer.input_layernorm
+        self._meanwhile(norm, norm, "variance_epsilon", self.fault.of(0.05))
+
+    def _norm_weight(self, model: Any, layer: Any) -> None:
+        self._scaled_weight(layer.input_layernorm)
+
+    def _final_norm_weight(self, model: Any, layer: Any) -> None:
+        self._scaled_weight(model.model.norm)
+
+    def _scaled_weight(self, norm: Any) -> None:
+        import torch
+
+        # in float32, where the norm multiplies: the product is rounded once
+        weight = torch.nn.Parameter(norm.weight.data.float() * self.fault.of(1.05), False)
+        self._meanwhile(norm, norm, "weight", weight)
+
+    def _qk_norm_skipped(self, model: Any, layer: Any) -> None:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            self._replace(norm, "forward", lambda original, x, *args, **kwargs: x)
+
+    def _rope_base(self, model: Any, layer: Any) -> None:
+        rope = layer.self_attn.rotary_emb
+        other = type(rope)(
+            rope.head_size,
+            rope.rotary_dim,
+            rope.max_position_embeddings,
+            rope.base * self.fault.of(2.0),
+            rope.is_neox_style,
+            rope.dtype,
+        ).to(rope.cos_sin_cache.device)
+        self._replace_rope(layer, lambda original, *args, **kwargs: other(*args, **kwargs))
+
+    def _rope_shifted(self, model: Any, layer: Any) -> None:
+        shift = int(self.fault.of(1))
+
+        def faulty(rope: Any, positions: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+            shifted, _ = rope(positions + shift, q.clone(), k.clone(), *args, **kwargs)
+            _, key = rope(positions, q, k, *args, **kwargs)
+            return shifted, key
+
+        self._replace_rope(layer, faulty)
+
+    def _replace_rope(self, layer: Any, faulty: Callable[..., Any]) -> None:
+        import torch
+
+        # all layers share one module
+        shared = layer.self_attn.rotary_emb
+
+        class Own(torch.nn.Module):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return shared(*args, **kwargs)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(shared, name)
+
+        own = Own()
+        self._replace(own, "forward", faulty)
+        layer.self_attn.rotary_emb = own
+
+    def _softmax_scale(self, model: Any, layer: Any) -> None:
+        attention = layer.self_attn.attn
+        scaled = attention.scaling * self.fault.of(1.2)
+        self._meanwhile(attention, attention, "scaling", scaled)
+
+    def _sliding_window(self, model: Any, layer: Any) -> None:
+        attention = layer.self_attn.attn
+        self._meanwhile(attention, attention, "sliding_window_size", int(self.fault.of(8)))
+
+    def _kv_heads_regrouped(self, model: Any, layer: Any) -> None:
+        attention = layer.self_attn.attn
+        heads, groups = attention.tp_q_head_num, attention.tp_k_head_num
+        # query head h reads KV head h % groups, and not h // (heads // groups)
+        order = [head for group in range(groups) for head in range(group, heads, groups)]
+        back = [order.index(head) for head in range(heads)]
+
+        def permuted(x: Any, places: list[int]) -> Any:
+            return x.reshape(len(x), heads, -1)[:, places].reshape(x.shape)
+
+        def faulty(original: Callable[..., Any], q: Any, *args: Any, **kwargs: Any) -> Any:
+            return permuted(original(permuted(q, order), *args, **kwargs), back)
+
+        self._replace(attention, "forward", faulty)
+
+    def _o_proj_permuted(self, model: Any, layer: Any) -> None:
+        heads = layer.self_attn.attn.tp_q_head_num
+
+        def faulty(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+            split = x.reshape(len(x), heads, -1)
+            swapped = split[:, [1, 0, *range(2, heads)]]
+            return original(swapped.reshape(x.shape), *args, **kwargs)
+
+        self._replace(layer.self_attn.o_proj, "forward", faulty)
+
+    def _residual_dropped(self, model: Any, layer: Any) -> None:
+        def faulty(original: Callable[..., Any], x: Any, residual: Any, *args: Any) -> Any:
+            return original(x, residual * 0, *args)
+
+        self._replace(layer.post_attention_layernorm, "forward", faulty)
+
+    def _router_low_precision(self, model: Any, layer: Any) -> None:
+        import torch
+
+        def faulty(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            logits, bias = original(*args, **kwargs)
+            return logits.to(torch.float8_e4m3fn).to(logits.dtype), bias
+
+        self._replace(layer.mlp.gate, "forward", faulty)
+
+    def _top_k_not_renormalised(self, model: Any, layer: Any) -> None:
+        self._meanwhile(layer.mlp.topk, layer.mlp.topk.topk_config, "renormalize", False)
+
+    def _experts_swapped(self, model: Any, layer: Any) -> None:
+        import torch
+
+        def faulty(original: Callable[..., Any], x: Any, routed: Any, *args: Any, **kw: Any) -> Any:
+            ids = routed.topk_ids
+            swapped = torch.where(ids == 0, 1, torch.where(ids == 1, 0, ids)).to(ids.dtype)
+            return original(x, routed._replace(topk_ids=swapped), *args, **kw)
+
+        self._replace(layer.mlp.experts, "forward", faulty)
+
+    def _gate_up_swapped(self, model: Any, layer: Any) -> None:
+        import torch
+
+        experts = layer.mlp.experts
+        first, second = experts.w13_weight.data.chunk(2, dim=1)
+        swapped = torch.nn.Parameter(torch.cat([second, first], dim=1), False)
+        self._meanwhile(experts, experts, "w13_weight", swapped)
+
+    def _head_scaled(self, model: Any, layer: Any) -> None:
+        gain = self.fault.of(1.02)
+
+        def faulty(original: Any, hidden: Any, head: Any, *args: Any, **kwargs: Any) -> Any:
+            return (hidden.float() @ head.weight.float().T * gain).to(hidden.dtype)
+
+        self._replace(model.logits_processor, "_compute_lm_head", faulty)
+
+
+def register() -> None:
+    """Entry point of ``sglang.srt.plugins``."""
+    planter = Planter(Fault.parse(os.environ["TEST_FAULT"]))
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"{runner}.load_model", planter.loaded, HookType.AFTER)
+    HookRegistry.register(f"{runner}.forward", planter.forward, HookType.BEFORE)
