@@ -13,6 +13,17 @@ from layerbisect.kernels.rope import ROPE_TYPES
 
 MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
 
+_POSITIVE = (
+    "num_layers",
+    "hidden",
+    "intermediate",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "decoder_sparse_step",
+)
+
 # what each scaled rope type cannot do without
 _SCALING_KEYS = {
     "linear": ("factor",),
@@ -100,7 +111,7 @@ class ModelConfig:
             hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
             layers = int(raw["num_hidden_layers"])
             theta, scaling = _rope(raw, source)
-            return cls(
+            config = cls(
                 model_type=model_type,
                 num_layers=layers,
                 hidden=hidden,
@@ -128,11 +139,36 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ModelDirectoryError(f"{source} lacks {error.args[0]!r}; save it again") from None
+        except ModelDirectoryError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ModelDirectoryError(
+                f"{source} holds a value of the wrong kind ({error}); save it again"
+            ) from None
+        _check_sizes(config, source)
+        return config
 
 
 def _experts(raw: Mapping[str, Any]) -> int:
     # transformers renamed it in version 5 and writes either
     return int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"])
+
+
+def _check_sizes(config: ModelConfig, source: str) -> None:
+    for key in _POSITIVE:
+        if getattr(config, key) < 1:
+            raise ModelDirectoryError(
+                f"{source} gives {key} = {getattr(config, key)}, which must be positive"
+            )
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise ModelDirectoryError(
+            f"{source} has {config.heads} heads of {config.head_dim} channels and "
+            f"{config.kv_heads} key heads; heads must share key heads evenly, channels be even"
+        )
+    if config.model_type == "qwen3_moe" and not 1 <= config.top_k <= config.experts:
+        raise ModelDirectoryError(
+            f"{source} routes to {config.top_k} of {config.experts} experts, which is impossible"
+        )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:

@@ -37,7 +37,12 @@ class Steps:
         self._rope_scaling = rope_attention_scaling(config)
 
     def embed(self, tokens: torch.Tensor, *, precision: Precision = FULL) -> torch.Tensor:
-        """Look up ``tokens`` int [row]: [row, hidden]."""
+        """Look up ``tokens`` int [row]: [row, hidden]; ValueError outside the vocabulary."""
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab:
+            raise ValueError(
+                f"tokens must lie in 0..{self.config.vocab - 1}, "
+                f"got {int(tokens.min())} to {int(tokens.max())}"
+            )
         rows = self._weights.rows(EMBED, tokens.long())
         return rounded(rows, precision.residual)
 

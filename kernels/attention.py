@@ -17,6 +17,8 @@ from layerbisect.kernels.rounding import require_compute_dtype, rounded
 
 # scores held at once; a few temporaries of the same size live beside them
 SCORE_BYTES = 64 * 2**20
+# queries taken at once where more would fit: keys after the last of them needn't be computed
+QUERIES = 256
 
 
 def attention(
@@ -64,7 +66,9 @@ def _one_sequence(
     keys = k.permute(1, 2, 0)
     values = v.permute(1, 0, 2)
     context = torch.empty_like(q)
-    step = max(1, SCORE_BYTES // max(1, heads * length * q.element_size()))
+    # a hidden value gets the weight 0, and 0 * nan is nan: then every query goes by itself
+    most = QUERIES if bool(v.isfinite().all()) else 1
+    step = max(1, min(most, SCORE_BYTES // max(1, heads * length * q.element_size())))
     for begin in range(0, length, step):
         end = min(begin + step, length)
         first = 0 if sliding_window is None else max(0, begin + 1 - sliding_window)

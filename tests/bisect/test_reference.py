@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,15 +14,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from layerbisect.bisect.precision import FULL, Precision
+from layerbisect.bisect.precision import FULL, KINDS, Precision
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.captures.points import all_points
 
 transformers = pytest.importorskip("transformers")
 
-LENGTHS = (37, 1, 64)
+LENGTHS = [37, 1, 64]
 VOCAB = 211
-SIZES = {
+SIZES: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
     "intermediate_size": 160,
@@ -31,7 +33,7 @@ SIZES = {
     # larger than the default, so that attention and routing are far from uniform
     "initializer_range": 0.12,
 }
-MOE = {
+MOE: dict[str, object] = {
     "head_dim": 16,
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -205,7 +207,7 @@ def their_points(
         directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     parts: list[Points] = []
-    for sequence in tokens.split(LENGTHS):
+    for sequence in torch.split(tokens, LENGTHS):
         # only around the computation: rotary frequencies stay float32 in every engine
         exact = Float64() if dtype is torch.float64 else nullcontext()
         with recorded(model, monkeypatch) as points, torch.no_grad(), exact:
@@ -230,7 +232,7 @@ def positions() -> torch.Tensor:
 
 def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """Each row's next token in its sequence, and -1 for the last of a sequence."""
-    return torch.cat([torch.cat([s[1:], s.new_tensor([-1])]) for s in tokens.split(LENGTHS)])
+    return torch.cat([torch.cat([s[1:], s.new_tensor([-1])]) for s in torch.split(tokens, LENGTHS)])
 
 
 def our_points(model: ReferenceModel, tokens: torch.Tensor) -> Points:
@@ -365,3 +367,104 @@ def scores(
         next_tokens(tokens),
         precision=precision,
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-some-dense", "llama"])
+def test_a_tail_from_any_boundary_gives_the_same_scores(
+    name: str, model_of: Callable[[str], Path]
+) -> None:
+    tokens = random_tokens()
+    model = ReferenceModel.from_directory(model_of(name), torch.float64)
+    points = our_points(model, tokens)
+    for index in range(4):
+        x = points[f"layers.{index}.input" if index < 3 else "layers.2.output"]
+        calls: list[tuple[int, int]] = []
+
+        def progress(done: int, todo: int, calls: list[tuple[int, int]] = calls) -> None:
+            calls.append((done, todo))
+
+        tail = model.tail(index, x, positions(), LENGTHS, next_tokens(tokens), progress=progress)
+        torch.testing.assert_close(tail, points["logprob"], equal_nan=True, rtol=0, atol=1e-12)
+        assert calls == [(done + 1, 3 - index) for done in range(3 - index)]
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    assert tail.isnan().nonzero()[:, 0].tolist() == ends.tolist()
+
+
+def test_a_layer_keeps_only_the_points_wanted(model_of: Callable[[str], Path]) -> None:
+    model = ReferenceModel.from_directory(model_of("qwen3-moe-some-dense"))
+    x = model.embed(random_tokens())
+    wanted = model.layer(0, x, positions(), LENGTHS, want=("mid", "mlp.expert_ids"))
+    assert list(wanted) == ["mid", "mlp.expert_ids"]
+    assert wanted["mlp.expert_ids"].dtype == torch.int64
+    assert "mlp.router_logits" not in model.layer(1, x, positions(), LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["llama-bias-linear-rope", "qwen3-tied-bias-yarn"])
+def test_queries_can_be_taken_apart(name: str, model_of: Callable[[str], Path]) -> None:
+    model = ReferenceModel.from_directory(model_of(name), torch.float64)
+    normed = model.attn_norm(1, model.embed(random_tokens()))
+    q, k, v = model.qkv(1, normed, positions())
+    raw_q, raw_k, raw_v = model.qkv_raw(1, normed)
+    assert torch.equal(raw_v, v)
+    before = model.qk_norm(1, raw_q, raw_k)
+    for turned, unturned in zip((q, k), before, strict=True):
+        torch.testing.assert_close(model.rotate(turned, positions(), inverse=True), unturned)
+        torch.testing.assert_close(model.rotate(unturned, positions()), turned)
+
+
+def test_low_precision_inputs_are_taken_as_they_are(model_of: Callable[[str], Path]) -> None:
+    model = ReferenceModel.from_directory(model_of("llama"))
+    x = model.embed(random_tokens())
+    assert x.dtype == torch.float32
+    assert torch.equal(model.attn_norm(0, x.bfloat16()), model.attn_norm(0, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_rounds_its_own_points_first(kind: str, model_of: Callable[[str], Path]) -> None:
+    first = {
+        "norm": "attn.norm",
+        "residual": "mid",
+        "linear": "attn.q",
+        "attention": "attn.q",
+        "router": "mlp.router_logits",
+        "experts": "mlp.out",
+        "head": "logprob",
+    }[kind]
+    model = ReferenceModel.from_directory(model_of("qwen3-moe"))
+    tokens, precision = random_tokens(), Precision.only(kind, torch.bfloat16)
+    x = model.embed(tokens, precision=precision)
+    exact = model.layer(0, x, positions(), LENGTHS)
+    rough = model.layer(0, x, positions(), LENGTHS, precision=precision)
+    for layer, used in ((exact, FULL), (rough, precision)):
+        layer["logprob"] = model.logprobs(x, next_tokens(tokens).clamp(min=0), precision=used)
+    changed = [point for point in exact if not torch.equal(exact[point], rough[point])]
+    assert changed[0] == first
+    # values are projected from the norm, and neither rotated nor attended yet
+    assert ("attn.v" in changed) == (kind in ("norm", "linear"))
+
+
+def test_wrong_arguments_are_named(model_of: Callable[[str], Path]) -> None:
+    model = ReferenceModel.from_directory(model_of("qwen3-moe-some-dense"))
+    tokens = random_tokens()
+    x, targets = model.embed(tokens), next_tokens(tokens)
+    with pytest.raises(ValueError, match=r"layer must lie in 0\.\.3, got 4"):
+        model.tail(4, x, positions(), LENGTHS, targets)
+    with pytest.raises(ValueError, match=r"layer must lie in 0\.\.2, got -1"):
+        model.layer(-1, x, positions(), LENGTHS)
+    with pytest.raises(ValueError, match="lengths must add up to the 102 rows"):
+        model.layer(0, x, positions(), [101])
+    with pytest.raises(ValueError, match="layer 1 is dense"):
+        model.router_logits(1, x)
+    with pytest.raises(ValueError, match="layer 1 is dense"):
+        model.mlp(1, x, torch.zeros(102, 3), torch.zeros(102, 3))
+    with pytest.raises(ValueError, match="give ids and weights together"):
+        model.mlp(0, x, torch.zeros(102, 3))
+    with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.210, got 3 to 211"):
+        model.embed(torch.tensor([3, 211]))
+
+
+def test_the_reference_owes_nothing_to_the_engines() -> None:
+    blocked = "import sys\nfor name in ('transformers', 'sglang', 'triton', 'megatron'):\n"
+    blocked += "    sys.modules[name] = None\n"
+    code = blocked + "import layerbisect.bisect.reference"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
