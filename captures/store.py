@@ -127,7 +127,9 @@ class Capture:
         present = [any(point in file.tensors for file in one.ranks) for one in self.passes]
         return np.repeat(present, [len(one.rows) for one in self.passes])
 
-    def read(self, point: str, rows: NDArray[np.intp] | None = None) -> NDArray[Any]:
+    def read(
+        self, point: str, rows: NDArray[np.intp] | NDArray[np.bool_] | None = None
+    ) -> NDArray[Any]:
         """Read a point's values ([row, ...]) for all rows, or for those indexed, in that order.
 
         bfloat16 and float16 come as float32, which holds them exactly. Shards are assembled, and
@@ -158,7 +160,9 @@ class Capture:
         assert out is not None
         return out
 
-    def _wanted(self, point: str, rows: NDArray[np.intp] | None) -> NDArray[np.intp]:
+    def _wanted(
+        self, point: str, rows: NDArray[np.intp] | NDArray[np.bool_] | None
+    ) -> NDArray[np.intp]:
         if rows is None:
             index = np.arange(len(self.rows))
         elif np.asarray(rows).dtype == bool:

@@ -129,13 +129,11 @@ class CaptureWriter:
             ) from None
 
     def _is_anothers(self, names: Sequence[str]) -> bool:
-        """Say whether a rank wrote here that does not belong to this capture."""
-        for name in names:
-            path = self.directory / name / MANIFEST_FILE
-            if name.startswith("rank-") and path.is_file():
+        """Say whether ranks wrote here that do not belong to this capture."""
+        for path in (self.directory / name / MANIFEST_FILE for name in names):
+            if path.is_file():
                 try:
-                    other = json.loads(path.read_bytes())
-                    if other["finished"] or other["world_size"] != self._manifest.world_size:
+                    if json.loads(path.read_bytes())["world_size"] != self._manifest.world_size:
                         return True
                 except (ValueError, TypeError, KeyError):
                     return True
