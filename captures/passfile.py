@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,24 +80,17 @@ class PassFile:
         except OSError as error:
             raise CaptureError(f"cannot read {path}: {error.strerror}; capture again") from None
         try:
-            self.tensors = _tensors(metadata[TENSORS_KEY])
+            self.tensors = _tensors(metadata[TENSORS_KEY], self._layout_text, len(self.rows))
         except CaptureError as error:
             raise CaptureError(f"{path} {error}; capture again") from None
-        for name, tensor in self.tensors.items():
-            if name not in self._stored:
-                raise self._damaged(f"it lists {name} and does not hold it")
-            try:
-                tensor.check(self._stored[name].shape, len(self.rows))
-            except CaptureError as error:
-                raise self._damaged(f"{name}: {error}") from None
 
     def _read_header(self, file: BinaryIO) -> dict[str, Any]:
         length = int.from_bytes(file.read(8), "little")
         if self.size < 8 or length > self.size - 8:
             raise self._damaged(f"it ends before its header does (truncated at {self.size} bytes)")
         try:
-            metadata, layout = _split(file.read(length).decode())
-            self._stored = _layout(layout)
+            metadata, self._layout_text = _split(file.read(length).decode())
+            self._stored = _layout(self._layout_text)
         except (ValueError, RecursionError) as error:
             raise self._damaged(f"its header is no safetensors header ({error})") from None
         for key in (HEADER_KEY, TENSORS_KEY):
@@ -160,13 +154,11 @@ class PassFile:
             values: NDArray[Any] = np.empty(stored.shape, dtype)
         else:
             try:
-                values = np.memmap(
-                    self.path,
-                    dtype,
-                    mode="r",
-                    offset=self._data + stored.start,
-                    shape=stored.shape,
-                )
+                with self.path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                values = np.frombuffer(
+                    mapped, dtype, math.prod(stored.shape), self._data + stored.start
+                ).reshape(stored.shape)
             except (OSError, ValueError) as error:
                 raise CaptureError(
                     f"cannot read {name} of {self.path}: {error}; was the capture deleted or "
@@ -184,8 +176,17 @@ class PassFile:
 
 
 @lru_cache(maxsize=256)
-def _tensors(text: str) -> Mapping[str, TensorHeader]:
-    return from_text(PassTensors, text).tensors
+def _tensors(text: str, layout: str, rows: int) -> Mapping[str, TensorHeader]:
+    """Parse PassTensors and check them against what a file of so many rows stores."""
+    tensors, stored = from_text(PassTensors, text).tensors, _layout(layout)
+    for name, tensor in tensors.items():
+        if name not in stored:
+            raise CaptureError(f"is damaged: it lists {name} and does not hold it")
+        try:
+            tensor.check(stored[name].shape, rows)
+        except CaptureError as error:
+            raise CaptureError(f"is damaged: {name}: {error}") from None
+    return tensors
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:

@@ -34,17 +34,13 @@ from layerbisect.captures.format import (
     to_json,
 )
 from layerbisect.captures.rows import Rows
+from layerbisect.captures.tensorfile import DTYPE_NAMES, write_tensors
 
 if TYPE_CHECKING:
     import torch
 
 MAX_ERRORS = 100
 """How many different errors a rank's manifest holds at most."""
-
-_STORABLE = frozenset(
-    f"torch.{name}"
-    for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Scores:
 
 def check_tensor(name: str, value: torch.Tensor, header: TensorHeader, rows: int) -> None:
     """Raise CaptureError for a tensor that could be written and not be read again."""
-    if str(value.dtype) not in _STORABLE:
+    if str(value.dtype) not in DTYPE_NAMES:
         raise CaptureError(f"{name} is {value.dtype}, which a capture cannot hold; convert it")
     try:
         header.check(value.shape, rows)
@@ -162,8 +158,6 @@ class CaptureWriter:
                 the passes after it have the same number on all ranks.
         """
         import torch
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
 
         index, self._begun = self._begun, self._begun + 1
         if self._manifest.finished:
@@ -183,8 +177,7 @@ class CaptureWriter:
             stored["scores.logprob"] = torch.from_numpy(np.array(scores.logprob, np.float64))
         for name, value in tensors.items():
             check_tensor(name, value, headers[name], len(rows))
-            # safetensors refuses what is not contiguous or shares memory
-            stored[name] = value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+            stored[name] = value
         name = f"pass-{index:06d}.safetensors"
         temporary = self._folder / f".{name}.tmp"
         metadata = {
@@ -192,11 +185,12 @@ class CaptureWriter:
             TENSORS_KEY: self._tensors_json({name: headers[name] for name in tensors}),
         }
         try:
-            save_file(stored, temporary, metadata=metadata)
+            write_tensors(temporary, stored, metadata)
             os.replace(temporary, self._folder / name)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+        except OSError as error:
             raise CaptureError(f"cannot write {self._folder / name}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
         self._passes.append(PassSummary(name, len(rows)))
 
     def _tensors_json(self, headers: Mapping[str, TensorHeader]) -> str:

@@ -41,7 +41,7 @@ def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     change(header)
-    # as safetensors writes it: metadata first, without spaces
+    # metadata first and no spaces, as safetensors has it
     text = json.dumps(header, separators=(",", ":")).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
