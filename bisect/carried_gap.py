@@ -25,32 +25,13 @@ class CarriedGap:
     """Mean absolute difference (nat) read out at each probed boundary, by boundary number.
 
     ``forwards`` counts the tails that were run, one a side and boundary; ``mode`` says whether
-    every visible boundary was probed or a search chose them.
+    every visible boundary was probed or a search chose them. Independent contributions add in
+    squares, so a layer's share of the gap is a difference of squares.
     """
 
     at: dict[int, float]
     mode: Mode
     forwards: int
-    num_layers: int
-
-    def steps(self) -> dict[tuple[int, int], float]:
-        """Contribution of each interval between probed boundaries, in nat squared.
-
-        Independent contributions add in squares, so that is where a step is a difference. An
-        interval that made the gap smaller has a negative one.
-        """
-        probed = sorted(self.at)
-        return {
-            (a, b): self.at[b] ** 2 - self.at[a] ** 2
-            for a, b in zip(probed, probed[1:], strict=False)
-        }
-
-    def share(self, layer: int) -> float | None:
-        """A layer's share of the squared gap at the last boundary, if its two ends were probed."""
-        whole = self.at.get(self.num_layers, 0.0) ** 2
-        if layer not in self.at or layer + 1 not in self.at or whole == 0:
-            return None
-        return (self.at[layer + 1] ** 2 - self.at[layer] ** 2) / whole
 
 
 def visible_boundaries(sides: tuple[Side, Side], num_layers: int) -> list[int]:
@@ -83,7 +64,8 @@ def carried_gap(
 
     def probe(layer: int, expected: int) -> None:
         if layer not in at:
-            at[layer] = read_out(model, sides, layer)
+            first, second = read_out(model, sides, layer)
+            at[layer] = float((first - second).abs().nanmean())
             if progress is not None:
                 progress(len(at), max(expected, len(at)))
 
@@ -95,7 +77,7 @@ def carried_gap(
         probe(visible[0], expected)
         probe(visible[-1], expected)
         _search(at, visible, lambda layer: probe(layer, expected))
-    return CarriedGap(at, mode, 2 * len(at), layers)
+    return CarriedGap(at, mode, 2 * len(at))
 
 
 def _search(at: dict[int, float], visible: list[int], probe: Callable[[int], None]) -> None:
@@ -115,23 +97,26 @@ def _search(at: dict[int, float], visible: list[int], probe: Callable[[int], Non
         probe(visible[(visible.index(a) + visible.index(b)) // 2])
 
 
-def read_out(model: ReferenceModel, sides: tuple[Side, Side], layer: int) -> float:
-    """Carried gap (mean absolute, nat) at one boundary, over tokens that both sides predict."""
+def read_out(
+    model: ReferenceModel, sides: tuple[Side, Side], layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read both sides' state at a boundary out in log-probs (float64 [token] each, nat).
+
+    Only tokens that count once are returned: each scored token of the joined sequences.
+    """
     chains = sides[0].chains
     scored = torch.from_numpy(chains.scored)
     ends = []
     for side in sides:
         stream = side.stream(layer, model.config.num_layers)
-        assert stream is not None
-        ends.append(
-            model.tail(
-                layer,
-                stream,
-                torch.from_numpy(chains.position),
-                chains.lengths,
-                torch.from_numpy(chains.target),
-            )[scored]
+        if stream is None:
+            raise ValueError(f"{side.label} does not show boundary {layer}")
+        end = model.tail(
+            layer,
+            stream,
+            torch.from_numpy(chains.position),
+            chains.lengths,
+            torch.from_numpy(chains.target),
         )
-    difference = (ends[0] - ends[1]).abs().double()
-    finite = difference.isfinite()
-    return float(difference[finite].mean()) if finite.any() else float("nan")
+        ends.append(end[scored].double())
+    return ends[0], ends[1]

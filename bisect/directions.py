@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from layerbisect.bisect.measure import each_channel
 from layerbisect.bisect.operators import LayerPoints
-
-each_channel = "each channel's gain"
-"""Name of the direction that is fitted channel by channel."""
 
 _STEP = 1e-4
 

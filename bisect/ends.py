@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.directions import each_channel, norm_eps_direction
-from layerbisect.bisect.own_error import OwnError, measure
+from layerbisect.bisect.directions import norm_eps_direction
+from layerbisect.bisect.measure import OwnError, each_channel, measure
 from layerbisect.bisect.precision import Precision
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import unique_rows, unit_roundoff
@@ -98,6 +98,9 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
     exact = model.logprobs(normed[rows], target).double()
     moved = model.logprobs(normed[rows] * (1 + _STEP), target).double()
     low = model.logprobs(low_normed[rows], target, precision=_low(side)).double()
+    # a likely token's logit and the normalizer share their error: it shrinks with 1 - p
+    shrink = (1 - exact.exp()).clamp_min(1e-3)
+    size = ((low - exact) / shrink).square().mean().sqrt().clamp_min(unit_roundoff(side.dtype))
     return measure(
         point="logprob",
         layer=None,
@@ -113,6 +116,7 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
         },
         covers=covers,
         flat_rows=rows,
+        noise=(shrink * size)[:, None],
     )
 
 

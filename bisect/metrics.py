@@ -1,4 +1,4 @@
-"""Measures of disagreement that one outlier row or one massive channel can neither hide nor fake."""
+"""Measure disagreement so that no outlier row or massive channel can hide or fake it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def point_difference(
     equal = float((first == second).reshape(len(a), -1).all(1).mean()) if len(a) else 0.0
     nonfinite = int((~finite).sum())
     if not finite.any():
-        return PointDifference(point, len(a), equal, nonfinite, *[float("nan")] * 4)
+        nan = float("nan")
+        return PointDifference(point, len(a), equal, nonfinite, nan, nan, nan, nan)
     kept_a, kept_b = a[finite], b[finite]
     channel = np.sqrt((kept_a**2 + kept_b**2).mean(0) / 2)
     used = channel > 0

@@ -5,84 +5,22 @@ It needs no other engine, so it says which side is wrong, and where two are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.directions import directions_of, each_channel
+from layerbisect.bisect.directions import directions_of
+from layerbisect.bisect.measure import EXCESS_RATIO, OwnError, measure, quantile
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import Precision
+from layerbisect.bisect.qkv import part
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import (
-    Fit,
-    Noise,
-    common_fits,
-    fit,
-    fit_each,
-    row_ratios,
-    unique_rows,
-    unit_roundoff,
-)
+from layerbisect.bisect.residuals import unique_rows, unit_roundoff
 from layerbisect.bisect.side import Side
 
-EXCESS_RATIO = 4.0
-"""A row whose error is this many times the low-precision reference's is in excess."""
-EXCESS_SHARE = 0.01
-EXCESS_ROWS = 3
-MEDIAN_RATIO = 2.0
-SYSTEMATIC_Z = 8.0
-SYSTEMATIC_SIZE = 1e-3
-SYSTEMATIC_ROWS = 64
-"""Fewer distinct rows than this cannot show a systematic error."""
 TIE_MARGIN = 8.0
 """A route whose margin is below this many deviations of the router's noise may flip."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnError:
-    """One operator's own error on one side.
-
-    ``ratio`` is the 95th percentile over rows of the error in units of the low-precision
-    reference's; ``floor`` is the same percentile of that reference itself; ``median`` and
-    ``excess`` (share of rows beyond ``EXCESS_RATIO``) say how widespread it is. ``fits`` are the
-    systematic parts beyond chance. ``covers`` has more than one operator where points between are
-    not observable. ``set_aside`` counts rows whose route is too close to call.
-    """
-
-    point: str
-    layer: int | None
-    operator: str
-    side: str
-    rows: int
-    ratio: float
-    floor: float
-    median: float
-    excess: float
-    nonfinite: int
-    fits: tuple[Fit, ...]
-    covers: tuple[str, ...]
-    set_aside: int
-    row_ratio: torch.Tensor
-    flat_rows: torch.Tensor
-
-    @property
-    def convicted(self) -> bool:
-        """Whether the error is beyond what rounding explains."""
-        return bool(self.nonfinite or self.beyond_rounding or self.fits)
-
-    @property
-    def beyond_rounding(self) -> bool:
-        """Whether its size alone convicts."""
-        widespread = self.excess >= EXCESS_SHARE and self.excess * self.rows >= EXCESS_ROWS
-        return self.rows > 0 and (self.median > MEDIAN_RATIO or widespread)
-
-    @property
-    def strength(self) -> float:
-        """Order convictions: how many times beyond its threshold the error is."""
-        by_size = max(self.median / MEDIAN_RATIO, self.ratio / EXCESS_RATIO)
-        by_fit = max((abs(f.z) / SYSTEMATIC_Z for f in self.fits), default=0.0)
-        return max(by_size, min(by_fit, 10.0), 1e3 if self.nonfinite else 0.0)
 
 
 def own_errors(
@@ -97,9 +35,13 @@ def own_errors(
         points = LayerPoints(model, side, layer)
         for suffix in points.judged():
             if suffix == "mlp.expert_ids":
-                found.append(_judge_selection(points))
+                error = _judge_selection(points)
             else:
-                found.append(_judge(points, suffix))
+                error = _judge(points, suffix)
+                if suffix in ("attn.q", "attn.k") and error.beyond_rounding:
+                    operator, why = part(points, suffix, error)
+                    error = replace(error, operator=operator, parted=why)
+            found.append(error)
         if progress is not None:
             progress()
     return found
@@ -126,87 +68,6 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
         set_aside=set_aside,
         flat_rows=rows,
     )
-
-
-def measure(
-    *,
-    point: str,
-    layer: int | None,
-    operator: str,
-    side: str,
-    captured: torch.Tensor,
-    exact: torch.Tensor,
-    low: torch.Tensor,
-    unit: float,
-    directions: dict[str, torch.Tensor],
-    covers: tuple[str, ...],
-    set_aside: int = 0,
-    flat_rows: torch.Tensor,
-) -> OwnError:
-    """Measure ``captured`` [row, ...] against the exact and the low-precision reference.
-
-    ``directions`` maps a name to what the output would move by ([row, ...]) if an error of one unit
-    in that direction were present; ``unit`` is the dtype's unit roundoff.
-    """
-    heads = exact.shape[1] if exact.ndim == 3 else 1
-    exact, low, captured = (t.flatten(1) for t in (exact, low, captured))
-    finite = captured.isfinite().all(1)
-    nonfinite = int((~finite).sum())
-    exact, low, captured = exact[finite], low[finite], captured[finite]
-    if not len(captured):
-        return OwnError(
-            point, layer, operator, side, 0, 0.0, 0.0, 0.0, 0.0, nonfinite, (), covers, set_aside,
-            torch.zeros(0), flat_rows[finite],
-        )  # fmt: skip
-    noise = Noise.of(exact, low, unit)
-    error = noise.scale(captured - exact)
-    ratio = _by_head(error, heads)
-    floor = _by_head(noise.scale(low - exact), heads)
-    against_exact: dict[str, Fit] = {}
-    against_low: dict[str, Fit] = {}
-    error_low = noise.scale(captured - low)
-    for name, direction in directions.items():
-        scaled = noise.scale(direction.flatten(1)[finite])
-        if name == each_channel:
-            names = [f"channel {c} gain" for c in range(scaled.shape[1])]
-            against_exact |= zip(names, fit_each(names, error, scaled), strict=True)
-            against_low |= zip(names, fit_each(names, error_low, scaled), strict=True)
-        else:
-            against_exact[name] = fit(name, error, scaled)
-            against_low[name] = fit(name, error_low, scaled)
-    return OwnError(
-        point=point,
-        layer=layer,
-        operator=operator,
-        side=side,
-        rows=len(captured),
-        ratio=_quantile(ratio, 0.95),
-        floor=_quantile(floor, 0.95),
-        median=_quantile(ratio, 0.5),
-        excess=float((ratio > EXCESS_RATIO).double().mean()),
-        nonfinite=nonfinite,
-        fits=_beyond_chance(common_fits(against_exact, against_low), len(captured)),
-        covers=covers,
-        set_aside=set_aside,
-        row_ratio=ratio,
-        flat_rows=flat_rows[finite],
-    )
-
-
-def _by_head(error: torch.Tensor, heads: int) -> torch.Tensor:
-    """Row ratio of the worst head: an error in one head of many is not averaged away."""
-    return torch.stack([row_ratios(part) for part in error.chunk(heads, 1)]).amax(0)
-
-
-def _quantile(values: torch.Tensor, q: float) -> float:
-    return float(values.double().quantile(q)) if len(values) else 0.0
-
-
-def _beyond_chance(fits: Sequence[Fit], rows: int) -> tuple[Fit, ...]:
-    if rows < SYSTEMATIC_ROWS:
-        return ()
-    beyond = [f for f in fits if abs(f.z) > SYSTEMATIC_Z and abs(f.coefficient) > SYSTEMATIC_SIZE]
-    return tuple(sorted(beyond, key=lambda f: -abs(f.z))[:5])
 
 
 def _distinct(
@@ -254,9 +115,9 @@ def _judge_selection(points: LayerPoints) -> OwnError:
         operator="router",
         side=points.side.label,
         rows=len(rows),
-        ratio=_quantile(ratio, 0.95),
+        ratio=quantile(ratio, 0.95),
         floor=0.0,
-        median=_quantile(ratio, 0.5),
+        median=quantile(ratio, 0.5),
         excess=float((ratio > EXCESS_RATIO).double().mean()),
         nonfinite=0,
         fits=(),

@@ -18,40 +18,24 @@ _PRIOR_CHANNELS = 8.0
 _TINY = 1e-300
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Standard deviation of rounding by element, as a product of a row and a channel factor.
+def rounding_noise(exact: torch.Tensor, low: torch.Tensor, unit: float) -> torch.Tensor:
+    """Estimate rounding's standard deviation by element, as a row factor times a channel factor.
 
-    ``row`` [row] and ``channel`` [channel], in the unit of the output.
+    ``exact`` and ``low`` are the exact and the low-precision reference's outputs ([row, channel]);
+    ``unit`` is the dtype's unit roundoff: no channel is taken to be known much better than one
+    rounding of its typical value leaves it. Factoring keeps one massive channel or one massive row
+    from setting the scale of the rest.
     """
-
-    row: torch.Tensor
-    channel: torch.Tensor
-
-    @classmethod
-    def of(cls, exact: torch.Tensor, low: torch.Tensor, unit: float) -> Noise:
-        """Estimate from the exact output and the low-precision reference's, both [row, channel].
-
-        ``unit`` is the dtype's unit roundoff: no element is taken to be known better than one
-        rounding of a channel's typical value leaves it. Factoring keeps one massive channel or one
-        massive row from setting the scale of the rest.
-        """
-        error = (low - exact).double()
-        exact = exact.double()
-        size = exact.square()
-        row_size = size.mean(1).clamp_min(_TINY)
-        # one correct rounding leaves an rms error of about 0.4 unit roundoffs
-        floor = (0.4 * unit) ** 2 * (size / row_size[:, None]).mean(0)
-        channel = ((error.square() / row_size[:, None]).mean(0) + 0.01 * floor).clamp_min(_TINY)
-        row = (error.square() / channel).mean(1)
-        share = (row / row_size).median()
-        weight = exact.shape[1] / (exact.shape[1] + _PRIOR_CHANNELS)
-        row = weight * row + (1 - weight) * share * row_size
-        return cls(row.clamp_min(_TINY).sqrt(), channel.sqrt())
-
-    def scale(self, values: torch.Tensor) -> torch.Tensor:
-        """Express [row, channel] in standard deviations of rounding."""
-        return values.double() / self.row[:, None] / self.channel
+    error = (low - exact).double().square()
+    size = exact.double().square()
+    row_size = size.mean(1, keepdim=True).clamp_min(_TINY)
+    # one correct rounding leaves an rms error of about 0.4 unit roundoffs
+    floor = (0.4 * unit) ** 2 * (size / row_size).mean(0)
+    channel = ((error / row_size).mean(0) + 0.01 * floor).clamp_min(_TINY)
+    row = (error / channel).mean(1, keepdim=True)
+    weight = exact.shape[1] / (exact.shape[1] + _PRIOR_CHANNELS)
+    row = weight * row + (1 - weight) * (row / row_size).median() * row_size
+    return (row.clamp_min(_TINY) * channel).sqrt()
 
 
 @dataclass(frozen=True, slots=True)

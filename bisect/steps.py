@@ -119,6 +119,7 @@ class Steps:
         precision: Precision = FULL,
     ) -> torch.Tensor:
         """Attend within each sequence: the context [row, head, channel]."""
+        self._require_layer(layer)
         return attention(
             self._in(q),
             self._in(k),
@@ -211,9 +212,12 @@ class Steps:
         return logprobs(self._in(normed), head, targets, round_to=precision.head)
 
     def _name(self, layer: int, suffix: str) -> str:
+        self._require_layer(layer)
+        return f"model.layers.{layer}.{suffix}"
+
+    def _require_layer(self, layer: int) -> None:
         if not 0 <= layer < self.config.num_layers:
             raise ValueError(f"layer must lie in 0..{self.config.num_layers - 1}, got {layer}")
-        return f"model.layers.{layer}.{suffix}"
 
     def _in(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.compute_dtype)
@@ -232,5 +236,6 @@ class Steps:
         return linear(self._in(x), weight, bias, round_to=round_to)
 
     def _require_sparse(self, layer: int) -> None:
+        self._require_layer(layer)
         if not self.config.is_sparse(layer):
             raise ValueError(f"layer {layer} is dense: it has no router and no experts")
