@@ -69,7 +69,7 @@ class PassFile:
         try:
             with path.open("rb") as file:
                 self.size = path.stat().st_size
-                metadata = self._read_header(file)
+                metadata, layout = self._read_header(file)
                 self.header = from_json(PassHeader, metadata[HEADER_KEY], path)
                 self.rows = self._table(file, "rows")
                 self.context = self._table(file, "context")
@@ -80,17 +80,17 @@ class PassFile:
         except OSError as error:
             raise CaptureError(f"cannot read {path}: {error.strerror}; capture again") from None
         try:
-            self.tensors = _tensors(metadata[TENSORS_KEY], self._layout_text, len(self.rows))
+            self.tensors = _tensors(metadata[TENSORS_KEY], layout, len(self.rows))
         except CaptureError as error:
             raise CaptureError(f"{path} {error}; capture again") from None
 
-    def _read_header(self, file: BinaryIO) -> dict[str, Any]:
+    def _read_header(self, file: BinaryIO) -> tuple[dict[str, Any], str]:
         length = int.from_bytes(file.read(8), "little")
         if self.size < 8 or length > self.size - 8:
             raise self._damaged(f"it ends before its header does (truncated at {self.size} bytes)")
         try:
-            metadata, self._layout_text = _split(file.read(length).decode())
-            self._stored = _layout(self._layout_text)
+            metadata, layout = _split(file.read(length).decode())
+            self._stored = _layout(layout)
         except (ValueError, RecursionError) as error:
             raise self._damaged(f"its header is no safetensors header ({error})") from None
         for key in (HEADER_KEY, TENSORS_KEY):
@@ -103,7 +103,7 @@ class PassFile:
         end = self._data + max((s.stop for s in self._stored.values()), default=0)
         if self.size != end:
             raise self._damaged(f"it has {self.size} bytes and its header describes {end}")
-        return metadata
+        return metadata, layout
 
     def _table(self, file: BinaryIO, group: str) -> Rows:
         """Read a (sequence, position, token) table; none is an empty one."""
@@ -166,7 +166,9 @@ class PassFile:
                 ) from None
         picked = np.array(values) if index is None else np.asarray(values[index])
         if stored.dtype == "BF16":
-            return (picked.astype(np.uint32) << 16).view(np.float32)
+            bits = picked.astype(np.uint32)
+            bits <<= 16
+            return bits.view(np.float32)
         if stored.dtype == "F16":
             return picked.astype(np.float32)
         return picked

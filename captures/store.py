@@ -149,6 +149,8 @@ class Capture:
         for at, places in zip(used, np.split(order, begins[1:]), strict=True):
             one = self.passes[at]
             part = self._assemble(one, point, wanted[places] - one.start)
+            if len(used) == 1:
+                return part
             if out is None:
                 out = np.empty((len(wanted), *part.shape[1:]), part.dtype)
             if part.shape[1:] != out.shape[1:] or part.dtype != out.dtype:
