@@ -451,6 +451,8 @@ def test_wrong_arguments_are_named(model_of: Callable[[str], Path]) -> None:
         model.tail(4, x, positions(), LENGTHS, targets)
     with pytest.raises(ValueError, match=r"layer must lie in 0\.\.2, got -1"):
         model.layer(-1, x, positions(), LENGTHS)
+    with pytest.raises(ValueError, match=r"layer must lie in 0\.\.2, got -1"):
+        model.attention(-1, *model.qkv(0, x, positions()), LENGTHS)
     with pytest.raises(ValueError, match="lengths must add up to the 102 rows"):
         model.layer(0, x, positions(), [101])
     with pytest.raises(ValueError, match="layer 1 is dense"):
