@@ -1,0 +1,50 @@
+"""What the commands share: options, and consoles for data (stdout) and talk (stderr)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+WIDTH = 100
+"""Columns where the output is no terminal and COLUMNS does not say."""
+
+
+def json_option(command: _Command) -> _Command:
+    """Add ``--json``."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+    return option(command)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Make a console on the present stdout or stderr; rich itself honours NO_COLOR."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not made.is_terminal and not os.environ.get("COLUMNS"):
+        made.width = WIDTH
+    return made
+
+
+@contextmanager
+def warnings_as_talk() -> Iterator[None]:
+    """Turn warnings about captures into lines on stderr, without Python's file and line."""
+    import warnings
+
+    from layerbisect.captures.transformers_capture import CaptureWarning
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CaptureWarning)
+        yield
+    for one in caught:
+        if issubclass(one.category, CaptureWarning):
+            click.echo(f"warning: {one.message}", err=True)
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -1,0 +1,46 @@
+"""`layerbisect show`: what a capture holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from layerbisect.cli.boundary import echo_json
+from layerbisect.cli.options import console, json_option
+
+
+@click.command(short_help="Say what a capture holds.")
+@click.argument("capture", type=click.Path(path_type=Path))
+@click.option(
+    "--point",
+    "pattern",
+    metavar="NAME",
+    help="Show only points of this name or pattern, each with the range of its values.",
+)
+@json_option
+def show(capture: Path, pattern: str | None, as_json: bool) -> int:
+    """Say what the directory CAPTURE holds: engine, passes, sequences, points, problems.
+
+    \b
+    Example:
+      layerbisect show captures/rollout
+      layerbisect show captures/rollout --point 'layers.9.*'
+    """
+    from layerbisect.captures.store import Capture
+    from layerbisect.captures.summary import summarize
+    from layerbisect.render_capture import point_values, render_points, render_summary
+
+    opened = Capture.open(capture)
+    summary = summarize(opened)
+    if pattern is not None:
+        values = point_values(opened, summary, pattern)
+        if as_json:
+            echo_json({"schema": 1, "points": [one.to_json() for one in values]})
+        else:
+            render_points(values, console())
+    elif as_json:
+        echo_json({"schema": 1, **summary.to_json()})
+    else:
+        render_summary(summary, console())
+    return 0

@@ -1,0 +1,209 @@
+"""Print a verdict for people: its sentence first, then the evidence, then what could not be seen.
+
+Everything is plain text that colour only supports, and fits in 100 columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from layerbisect.bisect.verdict import Culprit, RoundingBudget, Status, Verdict
+from layerbisect.render_layers import differences_table, layers_table
+from layerbisect.wording import bar, count, listed, nat, percent, times
+
+_STYLES: dict[Status, str] = {
+    "agree": "bold green",
+    "divergent": "bold red",
+    "unstable": "bold yellow",
+    "inconclusive": "bold yellow",
+}
+_LABEL = 9
+BAR = 20
+
+
+def headline(verdict: Verdict) -> str:
+    """Say the verdict in one sentence."""
+    return f"{verdict.status}: {_finding(verdict)}"
+
+
+def _finding(verdict: Verdict) -> str:
+    gap, budget = verdict.gap, verdict.rounding_budget
+    if verdict.culprits:
+        more = len(verdict.culprits) - 1
+        others = f"; and {count(more, 'more culprit')}" if more else ""
+        return _conviction(verdict.culprits[0]) + others
+    if verdict.status == "agree" and gap is not None:
+        if gap.max == 0 and not gap.nonfinite:
+            return f"the log-probs of {count(gap.rows, 'token')} are equal"
+        if budget is not None and gap.mae <= budget.predicted_gap:
+            return (
+                f"the gap of {nat(gap.mae)} nat is rounding "
+                f"({nat(budget.predicted_gap)} predicted for this model and dtype)"
+            )
+    if verdict.reasons:
+        return verdict.reasons[0]
+    if verdict.status == "divergent" and gap is not None:
+        return f"the gap of {nat(gap.mae)} nat is beyond rounding, and no operator is convicted"
+    return "no reason was given"
+
+
+def _conviction(culprit: Culprit) -> str:
+    operator = f" ({culprit.operator})" if culprit.operator else ""
+    said = f"{culprit.point}{operator} {_side(culprit.side)}"
+    if culprit.share_of_gap is not None and culprit.share_of_gap > 0:
+        return f"{said} makes {percent(culprit.share_of_gap)} of the gap; own error {_own(culprit)}"
+    return f"{said} has an own error of {_own(culprit)}"
+
+
+def _own(culprit: Culprit) -> str:
+    return f"{times(culprit.own_error)} rounding (floor {times(culprit.floor)})"
+
+
+def _side(side: str) -> str:
+    if side == "both":
+        return "on both sides"
+    return "on an unknown side" if side == "unknown" else f"on the {side} side"
+
+
+def render_verdict(verdict: Verdict, console: Console, *, verbose: bool = False) -> None:
+    """Print ``verdict``; ``verbose`` shows every layer, and how each point differs."""
+    _Page(verdict, console, verbose).print()
+
+
+class _Page:
+    def __init__(self, verdict: Verdict, console: Console, verbose: bool) -> None:
+        self.verdict = verdict
+        self.console = console
+        self.verbose = verbose
+        self.mark = "#" if console.options.ascii_only else "█"
+
+    def print(self) -> None:
+        verdict = self.verdict
+        first = headline(verdict)
+        # one line in a file, where it is looked for by its beginning
+        one_line = not self.console.is_terminal
+        self.console.print(Text(first, style=_STYLES[verdict.status]), soft_wrap=one_line)
+        for reason in verdict.reasons:
+            if reason not in first:
+                self._line(reason, 2)
+        self._gap()
+        self._culprits()
+        if verdict.layers:
+            self._title("layers")
+            self.console.print(layers_table(verdict, self.mark, self.verbose))
+        if verdict.rounding_budget is not None:
+            self._budget(verdict.rounding_budget)
+        if verdict.ruled_out:
+            self._title("ruled out")
+            for out in verdict.ruled_out:
+                self._line(f"{out.hypothesis}: {out.evidence}", 2, hang=2)
+        if self.verbose and verdict.differences:
+            self._title("points, first side against second")
+            self.console.print(differences_table(verdict))
+        self._coverage()
+        if verdict.next:
+            self.console.print()
+            # a command is copied, so it is never broken into lines
+            self.console.print(Text(f"next: {verdict.next}"), soft_wrap=True)
+
+    def _title(self, text: str) -> None:
+        self.console.print()
+        self.console.print(Text(text, style="bold"))
+
+    def _line(self, text: str, indent: int, hang: int = 0, style: str = "") -> None:
+        width = max(self.console.width - indent - hang, 20)
+        lines = Text(text, style=style).wrap(self.console, width)
+        for number, line in enumerate(lines):
+            left = indent + (hang if number else 0)
+            line.rstrip()
+            self.console.print(Padding(line, (0, 0, 0, left), expand=False))
+
+    def _fact(self, label: str, text: str) -> None:
+        self._line(f"{label:<{_LABEL}} {text}", 0, hang=_LABEL + 1)
+
+    def _gap(self) -> None:
+        gap, budget = self.verdict.gap, self.verdict.rounding_budget
+        if gap is None:
+            return
+        self.console.print()
+        a, b = self.verdict.labels
+        bad = f", {count(gap.nonfinite, 'row')} not finite" if gap.nonfinite else ""
+        self._fact(
+            "gap",
+            f"mean {nat(gap.mae)} nat, p95 {nat(gap.p95)}, p99 {nat(gap.p99)}, "
+            f"max {nat(gap.max)}; {a} - {b} mean {gap.signed_mean:+.4f}",
+        )
+        source = "log-probs that the engines returned"
+        if gap.source == "read-out":
+            source = "no scores captured: last states read out by a common head"
+        self._fact("tokens", f"{gap.rows:,} ({source}{bad})")
+        if budget is not None:
+            ratio = gap.mae / budget.predicted_gap if budget.predicted_gap > 0 else math.nan
+            text = f"{nat(budget.predicted_gap)} nat predicted between the two sides"
+            self._fact("rounding", text + ("" if math.isnan(ratio) else f"; gap {times(ratio)}"))
+
+    def _culprits(self) -> None:
+        if not self.verdict.culprits:
+            return
+        self._title("culprits" if len(self.verdict.culprits) > 1 else "culprit")
+        for number, one in enumerate(self.verdict.culprits, 1):
+            operator = one.operator or "operator not captured"
+            layer = "no layer's" if one.layer is None else f"layer {one.layer}"
+            self._line(f"{number}. {one.point}  {operator}, {layer}, {_side(one.side)}", 2)
+            share = "share not probed"
+            if one.share_of_gap is not None:
+                share = f"{percent(one.share_of_gap)} of the squared gap"
+            self._line(f"{share}; own error {_own(one)}; where: {one.where}", 5)
+            for sentence in one.evidence:
+                self._line(f"- {sentence}", 5, hang=2)
+
+    def _budget(self, budget: RoundingBudget) -> None:
+        self._title(f"rounding budget, nat from full precision over {count(budget.rows, 'token')}")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(min_width=_LABEL)
+        table.add_column(justify="right")
+        table.add_column()
+        shares = sorted(budget.shares.items(), key=lambda item: -item[1])
+        largest = shares[0][1] if shares else 0.0
+        for kind, share in shares:
+            if share > 0:
+                drawn = bar(share, largest, BAR, self.mark)
+                table.add_row(kind, nat(share), Text(drawn, style="cyan"))
+        self.console.print(Padding(table, (0, 0, 0, 2)))
+        apart = ""
+        if budget.whole > 0:
+            apart = f" ({percent(abs(budget.quadrature / budget.whole - 1))} apart)"
+        sides = ", ".join(f"{label} {nat(d)}" for label, d in budget.distances.items())
+        self._line(
+            f"the kinds add in quadrature to {nat(budget.quadrature)}, "
+            f"the whole model rounded is {nat(budget.whole)}{apart}; seen: {sides}",
+            2,
+        )
+        if largest > 0 and budget.quadrature > 0:
+            left = math.sqrt(max(0.0, 1 - (largest / budget.quadrature) ** 2))
+            before, after = nat(budget.predicted_gap), nat(budget.predicted_gap * left)
+            self._line(
+                f"costliest: {shares[0][0]}; with it in float32 on both sides the predicted gap "
+                f"falls from {before} to about {after}",
+                2,
+            )
+
+    def _coverage(self) -> None:
+        verdict = self.verdict
+        points, rows = verdict.coverage.points, verdict.coverage.rows
+        self._title("coverage")
+        missing = f"; missing {listed(points.missing)}" if points.missing else "; none missing"
+        self._fact("  points", f"{points.compared:,} compared{missing}")
+        self._fact("  rows", f"{rows.joined:,} joined, {rows.left_out:,} left out")
+        if verdict.probe is not None:
+            probe = verdict.probe
+            how = "every boundary" if probe.mode == "scan" else "boundaries chosen by halving"
+            forwards = count(probe.forwards, "partial forward")
+            self._fact("  probes", f"{probe.mode} ({how}), {forwards}")
+        for note in verdict.coverage.notes:
+            self._line(f"note: {note}", 2, hang=2)

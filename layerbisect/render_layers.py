@@ -1,0 +1,141 @@
+"""Tables of a verdict: what each layer adds, and how each point differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from layerbisect.bisect.verdict import LayerEvidence, Verdict
+from layerbisect.wording import bar, nat, percent, times
+
+SHORT = 24
+"""A model of at most so many layers is shown whole."""
+RUN = 3
+"""Uninteresting layers beside one another are put together from this many on."""
+BAR = 16
+_NAME = 12
+
+
+def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
+    """One line a layer, or a run of layers in which nothing happens.
+
+    A layer's line has the gap carried into it, its share of the squared gap, and the largest own
+    error in it on each side; the last line has what the layers hand on to the final norm and head,
+    and the share that arises there.
+    """
+    layers = verdict.layers
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
+    table.add_column("")
+    table.add_column("layer", justify="right", no_wrap=True)
+    table.add_column("gap carried in, nat", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for label in verdict.labels:
+        table.add_column(f"own error\n{_short(label)}", justify="right", no_wrap=True)
+    table.add_column("worst point", no_wrap=True, overflow="ellipsis")
+    carried = [v for e in layers for v in (e.carried_in, e.carried_out) if v is not None]
+    largest = max(carried, default=0.0)
+    last_carried = layers[-1].carried_out
+    whole = verdict.gap.mae if verdict.gap is not None else last_carried
+    guilty = {c.layer for c in verdict.culprits}
+
+    def gap(value: float | None) -> Text:
+        drawn = bar(value, largest, BAR, mark)
+        return Text.assemble(f"{nat(value):<8}", (drawn, "cyan"))
+
+    for run in _runs(layers, guilty, whole, verbose):
+        first, last = run[0], run[-1]
+        convicted = first.layer in guilty and len(run) == 1
+        number = str(first.layer) if len(run) == 1 else f"{first.layer}-{last.layer}"
+        own = [_largest(run, label) for label in verdict.labels]
+        table.add_row(
+            ">" if convicted else "",
+            number,
+            gap(first.carried_in),
+            percent(_share(first, last, whole)),
+            *(times(value) for value in own),
+            _worst(run, verdict.labels),
+            style="bold" if convicted else None,
+        )
+    beyond = None
+    if whole and last_carried is not None:
+        beyond = max(1 - (last_carried / whole) ** 2, 0.0)
+    table.add_row("", "head", gap(last_carried), percent(beyond), "", "", "")
+    return table
+
+
+def _share(first: LayerEvidence, last: LayerEvidence, whole: float | None) -> float | None:
+    if first.carried_in is None or last.carried_out is None or not whole:
+        return None
+    return float((last.carried_out**2 - first.carried_in**2) / whole**2)
+
+
+def _runs(
+    layers: Sequence[LayerEvidence], guilty: set[int | None], whole: float | None, verbose: bool
+) -> Iterator[Sequence[LayerEvidence]]:
+    """Split into single layers and runs of at least ``RUN`` in which nothing happens."""
+    if verbose or len(layers) <= SHORT:
+        yield from ([layer] for layer in layers)
+        return
+    errors = sorted((max(e.own_error.values(), default=0.0) for e in layers), reverse=True)
+    loud = errors[2]
+
+    def matters(place: int) -> bool:
+        layer = layers[place]
+        near = {layer.layer - 1, layer.layer, layer.layer + 1} & guilty
+        share = _share(layer, layer, whole) or 0.0
+        top = max(layer.own_error.values(), default=0.0)
+        ends = place in (0, len(layers) - 1)
+        return ends or bool(near) or abs(share) >= 0.05 or (top > 0 and top >= loud)
+
+    quiet: list[LayerEvidence] = []
+    for place, layer in enumerate(layers):
+        if not matters(place):
+            quiet.append(layer)
+            continue
+        yield from [quiet] if len(quiet) >= RUN else ([one] for one in quiet)
+        quiet = []
+        yield [layer]
+
+
+def _largest(run: Sequence[LayerEvidence], label: str) -> float | None:
+    return max((e.own_error[label] for e in run if label in e.own_error), default=None)
+
+
+def _worst(run: Sequence[LayerEvidence], labels: Sequence[str]) -> str:
+    found = [(e.own_error[name], e, name) for e in run for name in labels if name in e.own_error]
+    if not found:
+        return "not captured"
+    _, layer, label = max(found, key=lambda item: item[0])
+    point = layer.worst_point.get(label, "")
+    if len(run) == 1:
+        point = point.removeprefix(f"layers.{layer.layer}.")
+    return f"{point} ({_short(label)})" if point else ""
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _NAME else label[: _NAME - 3] + "..."
+
+
+def differences_table(verdict: Verdict) -> Table:
+    """One line a point: relative difference by row, and the row that is worst."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
+    table.add_column("point", no_wrap=True, overflow="ellipsis")
+    for name in ("rows", "equal", "median", "p95", "max", "not finite"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worst row", no_wrap=True, overflow="ellipsis")
+    for one in verdict.differences:
+        worst = ""
+        if one.worst_rows:
+            position, token, _ = one.worst_rows[0]
+            worst = f"position {position}, token {token}"
+        table.add_row(
+            one.point,
+            f"{one.rows:,}",
+            percent(one.bitwise_equal),
+            *(f"{value:.2g}" for value in (one.median, one.p95, one.max)),
+            str(one.nonfinite or ""),
+            worst,
+        )
+    return table

@@ -1,0 +1,67 @@
+"""Numbers and counts in words, the same in everything that is printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def nat(value: float | None) -> str:
+    """Write a log-prob difference, without its unit."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4:
+        return f"{value:.1e}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def times(value: float | None) -> str:
+    """Write a ratio."""
+    if value is None or math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "inf"
+    return f"{value:.1f}x" if abs(value) < 9.95 else f"{value:.3g}x" if value < 1e4 else ">1e4x"
+
+
+def percent(value: float | None) -> str:
+    """Write a share; one too small to show is not called nothing."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if 0 < abs(value) < 0.005:
+        return "<1 %" if value > 0 else "> -1 %"
+    return f"{value * 100:.0f} %"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number of things: ``1 row``, ``2 rows``, ``640,000 rows``."""
+    plural = noun if number == 1 else noun + ("es" if noun.endswith(("s", "ss")) else "s")
+    return f"{number:,} {plural}"
+
+
+def size(number: int) -> str:
+    """Write a number of bytes."""
+    value = float(number)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def listed(names: Sequence[str], limit: int = 6) -> str:
+    """Write names in backticks, and how many more there are beyond ``limit``."""
+    shown = ", ".join(f"`{name}`" for name in names[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def bar(value: float | None, largest: float, width: int, mark: str) -> str:
+    """Draw a value as a bar of at most ``width`` marks; what is not nothing shows one."""
+    if value is None or not math.isfinite(value) or value <= 0 or largest <= 0:
+        return ""
+    return mark * max(1, round(width * min(value / largest, 1.0)))
