@@ -50,13 +50,14 @@ def guarded(what: str) -> Iterator[None]:
 class ServerWriter(CaptureWriter):
     """A writer that goes on after it finished: whenever a server is idle its capture is whole."""
 
-    def write_pass(self, *args: Any, **kwargs: Any) -> None:
-        """Write a forward pass, as :meth:`CaptureWriter.write_pass` does."""
+    def reopen(self) -> None:
+        """Mark this rank's part as unfinished again, before the next pass is computed.
+
+        All ranks do so before any can answer a request, so that none looks finished meanwhile.
+        """
         if self._manifest.finished:
-            # before the pass is there, so that a server killed now does not look finished
             self._manifest = replace(self._manifest, finished=False, passes=())
             self._save_manifest()
-        super().write_pass(*args, **kwargs)
 
 
 class Session:
@@ -188,6 +189,8 @@ class Session:
                 "capture each into a directory of its own"
             )
             self._weights = version
+        if isinstance(recorder.writer, ServerWriter):
+            recorder.writer.reopen()
         recorder.begin(one.batch)
         self._pass, self._unsaved = one, True
 

@@ -1,8 +1,11 @@
 """The tests' own SGLang plugin: it plants a fault in one layer of the model inside a server.
 
-``TEST_FAULT=name:layer[=value][:decode]`` says which; with ``decode`` the fault shows in decode
+The file that ``TEST_FAULT_FILE`` names says which, ``name:layer[=value][:decode]``, and is read
+again before each pass: one server serves many faults. With ``decode`` the fault shows in decode
 steps alone. Faults act inside the faulty module's own computation, before it rounds, so that the
 module's output is faulty wherever a hook looks.
+
+``TEST_BROKEN_TAPS`` breaks layerbisect's own table instead, as another version of SGLang would.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TRUTH = {
@@ -35,7 +39,7 @@ TRUTH = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A parsed TEST_FAULT."""
+    """A parsed fault."""
 
     name: str
     layer: int
@@ -57,34 +61,45 @@ class Fault:
 
 
 class Planter:
-    """Plants a fault after the model was loaded, and knows whether a decode step is running."""
+    """Plants and removes faults, and knows whether a decode step is running."""
 
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._planted = ""
+        self._undo: list[Callable[[], None]] = []
         self._decoding = False
+        self.fault = Fault("", 0, None, False)
 
     def forward(self, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``ModelRunner.forward``."""
         self._decoding = forward_batch.forward_mode.is_decode()
+        wanted = self._file.read_text().strip()
+        if wanted != self._planted:
+            while self._undo:
+                self._undo.pop()()
+            if wanted:
+                self._plant(Fault.parse(wanted), runner.model)
+            self._planted = wanted
+            print(f"planted {wanted!r}", flush=True)
 
-    def loaded(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        """After ``ModelRunner.load_model``."""
-        fault, model = self.fault, runner.model
+    def _plant(self, fault: Fault, model: Any) -> None:
+        self.fault = fault
         layer = model.model.layers[fault.layer]
         getattr(self, "_" + fault.name.replace("-", "_"))(model, layer)
-        print(f"planted {fault}", flush=True)
 
     def _replace(self, owner: Any, method: str, faulty: Callable[..., Any]) -> None:
         """Let ``faulty(original, *args)`` stand for a method of one object."""
         original = getattr(owner, method)
+        decode = self.fault.decode
 
         def switch(*args: Any, **kwargs: Any) -> Any:
-            if self.fault.decode and not self._decoding:
+            if decode and not self._decoding:
                 return original(*args, **kwargs)
             return faulty(original, *args, **kwargs)
 
         # past nn.Module.__setattr__ too: an instance's own attribute comes first
         owner.__dict__[method] = switch
+        self._undo.append(lambda: owner.__dict__.pop(method, None))
 
     def _meanwhile(self, module: Any, owner: Any, name: str, value: Any) -> None:
         """Let an attribute have another value while ``module`` runs."""
@@ -158,6 +173,7 @@ class Planter:
         own = Own()
         self._replace(own, "forward", faulty)
         layer.self_attn.rotary_emb = own
+        self._undo.append(lambda: setattr(layer.self_attn, "rotary_emb", shared))
 
     def _softmax_scale(self, model: Any, layer: Any) -> None:
         attention = layer.self_attn.attn
@@ -238,11 +254,38 @@ class Planter:
         self._replace(model.logits_processor, "_compute_lm_head", faulty)
 
 
+def break_taps() -> None:
+    """Let the table name a module that is not there, fail, and show rows of no pass."""
+    from layerbisect.captures import sglang_session
+    from layerbisect.captures.recorder import Tap
+
+    whole = sglang_session.taps
+
+    def fails(*call: Any) -> Any:
+        raise RuntimeError("no such field")
+
+    def broken(layout: Any, layers: int, check: Callable[[Any], Any]) -> tuple[Tap, ...]:
+        kept = [
+            tap
+            for tap in whole(layout, layers, check)
+            if tap.point not in ("embed", "final_norm") and not tap.point.endswith("attn.out")
+        ]
+        return (
+            *kept,
+            Tap(r"model\.embed_tokens", "embed", lambda args, kwargs, out: check(out[:-1])),
+            Tap(r"model\.norm", "final_norm", fails),
+            Tap(r"model\.layers\.(?P<layer>\d+)\.attention", "layers.{layer}.attn.out", fails),
+        )
+
+    sglang_session.taps = broken
+
+
 def register() -> None:
     """Entry point of ``sglang.srt.plugins``."""
-    planter = Planter(Fault.parse(os.environ["TEST_FAULT"]))
+    if os.environ.get("TEST_BROKEN_TAPS"):
+        break_taps()
+    planter = Planter(Path(os.environ["TEST_FAULT_FILE"]))
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    HookRegistry.register(f"{runner}.load_model", planter.loaded, HookType.AFTER)
     HookRegistry.register(f"{runner}.forward", planter.forward, HookType.BEFORE)

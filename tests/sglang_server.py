@@ -5,6 +5,9 @@
     with sglang_server(model, capture=directory, points="all", fault="softmax-scale:7") as server:
         answer = server.generate([1, 2, 3], 24)
         replay = server.replay(answer.tokens)
+        server.plant("o-proj-permuted:2:decode")
+        other = server.generate([1, 2, 3], 24)
+        rollout = server.captured(requests=answer.rid)
 
 Needs an environment with SGLang and with layerbisect installed (its entry points make the server
 capture, and serve on a CPU).
@@ -29,6 +32,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from layerbisect.captures.store import Capture
+from tests.planted_plugin import Fault
 
 PLANTED = Path(__file__).with_name("planted_plugin.py")
 START_SECONDS = 180.0
@@ -70,10 +76,19 @@ class ServerError(RuntimeError):
 class Server:
     """A running server; made by :func:`sglang_server`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        log: Path,
+        capture: Path | None,
+        fault_file: Path | None,
+    ) -> None:
         self.process = process
         self.port = port
         self.log = log
+        self._capture = capture
+        self._fault_file = fault_file
         self._asked = 0
 
     def generate(
@@ -157,6 +172,29 @@ class Server:
                 time.sleep(0.1)
         self.post("/flush_cache", {})
 
+    def plant(self, fault: str | None) -> None:
+        """Plant another fault from the next request on, or none; empties the prefix cache."""
+        if self._fault_file is None:
+            raise ServerError("start the server with a fault, '' for none at first")
+        if fault:
+            Fault.parse(fault)
+        self.flush()
+        self._fault_file.write_text(fault or "")
+
+    def captured(self, requests: str = "*", label: str | None = None) -> Capture:
+        """Open what was captured so far, once all processes have written it.
+
+        ``requests`` is a pattern over request IDs. The server must be idle.
+        """
+        if self._capture is None:
+            raise ServerError("this server captures nothing")
+        for _ in range(200):
+            capture = Capture.open(self._capture, label=label, requests=requests)
+            if capture.finished:
+                return capture
+            time.sleep(0.05)
+        raise ServerError(f"the capture is not finished: {capture.problems}")
+
     def get(self, path: str) -> Any:
         """GET a path and decode its JSON."""
         return self._ask(path, None)
@@ -229,7 +267,8 @@ def sglang_server(
         capture: directory for our plugin to capture into; None leaves the plugin inert.
         points: LAYERBISECT_POINTS. requests: LAYERBISECT_REQUESTS. label: LAYERBISECT_LABEL.
         tp: tensor-parallel processes.
-        fault: what the tests' own plugin plants, ``name:layer[=value][:decode]``.
+        fault: what the tests' own plugin plants, ``name:layer[=value][:decode]``; '' for nothing at
+            first, and None to do without that plugin.
         arguments: more arguments for the server. environment: more variables.
         max_tokens: KV slots.
 
@@ -240,18 +279,21 @@ def sglang_server(
         folder = Path(scratch)
         port = free_port()
         log = folder / "server.log"
+        fault_file = None if fault is None else folder / "fault"
+        if fault_file is not None:
+            fault_file.write_text(fault or "")
         with log.open("wb") as output:
             process = subprocess.Popen(
                 _command(Path(model), port, tp, max_tokens, arguments),
                 cwd=folder,
-                env=_environment(folder, tp, fault, environment)
+                env=_environment(folder, tp, fault_file, environment)
                 | _settings(capture, points, requests, label),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        server = Server(process, port, log)
+        server = Server(process, port, log, Path(capture) if capture else None, fault_file)
         try:
             _wait(server)
             yield server
@@ -297,7 +339,7 @@ def _settings(
 
 
 def _environment(
-    folder: Path, tp: int, fault: str | None, more: Mapping[str, str] | None
+    folder: Path, tp: int, fault_file: Path | None, more: Mapping[str, str] | None
 ) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LAYERBISECT_")}
     environment |= {
@@ -308,8 +350,8 @@ def _environment(
     }
     if tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
-    if fault is not None:
-        environment["TEST_FAULT"] = fault
+    if fault_file is not None:
+        environment["TEST_FAULT_FILE"] = str(fault_file)
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_install_planted(folder)), *filter(None, [environment.get("PYTHONPATH")])]
         )
