@@ -6,6 +6,7 @@ asked for, so memory is bounded by one point and not by the capture.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ class Capture:
 
     @classmethod
     def open(
-        cls, directory: str | Path, *, label: str | None = None, requests: str = "*"
+        cls, directory: str | os.PathLike[str], *, label: str | None = None, requests: str = "*"
     ) -> Capture:
         """Open a capture directory.
 

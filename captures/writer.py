@@ -75,7 +75,12 @@ class CaptureWriter:
     """
 
     def __init__(
-        self, directory: str | Path, info: CaptureInfo, *, rank: int = 0, world_size: int = 1
+        self,
+        directory: str | os.PathLike[str],
+        info: CaptureInfo,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.directory = Path(directory)
         self.info = info
