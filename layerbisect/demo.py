@@ -8,6 +8,7 @@ two capture directories and the model, and nothing else.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.faults import FAULTS, Truth
+from layerbisect.faults import FAULTS, Truth, plant
 
 if TYPE_CHECKING:
     from layerbisect.token_file import TokenSequence
 
 Side = Literal["rollout", "trainer"]
-DEFAULT_FAULT = "softmax-scale"
+DEFAULT_FAULT = "rope-shifted"
 NO_FAULT = "none"
 SEQUENCES, PROMPT, LENGTH = 4, 16, 160
 _ENGINES: dict[Side, tuple[str, str]] = {
@@ -161,8 +162,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         return
     if keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
         raise LayerBisectError(f"{keep} exists and is not empty: name a new directory to keep")
+    was_there = keep.exists()
     keep.mkdir(parents=True, exist_ok=True)
-    yield keep
+    try:
+        yield keep
+    except BaseException:
+        # a demo that broke off leaves nothing that looks like one
+        shutil.rmtree(keep, ignore_errors=True)
+        if was_there:
+            keep.mkdir()
+        raise
 
 
 def _capture_both(
@@ -177,21 +186,19 @@ def _capture_both(
         news.start(f"loading the {name}", 1)
         engine = _engine(model, name)
         at = Anatomy.of(engine).num_layers // 2 if layer is None else layer
-        planted = _planted(engine, fault, at) if name == side else nullcontext()
-        # a fault that cannot be is refused here, before the long part
-        with planted as said:
-            truth = said or truth
         if not sequences:
+            # a fault that cannot be is refused here, before the long part
+            with _planted(engine, fault, at):
+                pass
             sequences = _sample(engine, news)
             _write_tokens(folder / "tokens.jsonl", sequences)
-        with _planted(engine, fault, at) if name == side else nullcontext():
+        with _planted(engine, fault if name == side else NO_FAULT, at) as said:
             _capture(engine, folder / name, name, sequences, news)
+        truth = said or truth
     return truth
 
 
 def _planted(engine: Any, fault: str, layer: int) -> AbstractContextManager[Truth | None]:
-    from layerbisect.faults import plant
-
     return nullcontext() if fault == NO_FAULT else plant(engine, fault, layer)
 
 

@@ -88,7 +88,7 @@ class ConsoleProgress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                TimeRemainingColumn(),
                 TextColumn("left"),
                 console=self._console,
                 transient=True,

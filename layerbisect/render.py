@@ -88,7 +88,9 @@ class _Page:
         # one line in a file, where it is looked for by its beginning
         one_line = not self.console.is_terminal
         self.console.print(Text(first, style=_STYLES[verdict.status]), soft_wrap=one_line)
-        for reason in verdict.reasons:
+        # the first reason of a conviction or of an agreement is what the sentence says
+        said = verdict.status == "agree" or bool(verdict.culprits)
+        for reason in verdict.reasons[int(said) :]:
             if reason not in first:
                 self._line(reason, 2)
         self._gap()
@@ -132,27 +134,29 @@ class _Page:
             return
         self.console.print()
         a, b = self.verdict.labels
-        bad = f", {count(gap.nonfinite, 'row')} not finite" if gap.nonfinite else ""
         self._fact(
             "gap",
             f"mean {nat(gap.mae)} nat, p95 {nat(gap.p95)}, p99 {nat(gap.p99)}, "
-            f"max {nat(gap.max)}; {a} - {b} mean {gap.signed_mean:+.4f}",
+            f"max {nat(gap.max)}, over {count(gap.rows, 'token')}",
         )
-        source = "log-probs that the engines returned"
+        self._fact("signed", f"mean {gap.signed_mean:+.4f} nat, {a} minus {b}")
         if gap.source == "read-out":
-            source = "no scores captured: last states read out by a common head"
-        self._fact("tokens", f"{gap.rows:,} ({source}{bad})")
+            self._fact("source", "no scores captured: last states read out by the reference's head")
+        if gap.nonfinite:
+            self._fact("left out", f"{count(gap.nonfinite, 'token')} whose log-prob is not finite")
         if budget is not None:
             ratio = gap.mae / budget.predicted_gap if budget.predicted_gap > 0 else math.nan
             text = f"{nat(budget.predicted_gap)} nat predicted between the two sides"
-            self._fact("rounding", text + ("" if math.isnan(ratio) else f"; gap {times(ratio)}"))
+            if math.isfinite(ratio):
+                text += f"; the gap is {times(ratio)} that"
+            self._fact("rounding", text)
 
     def _culprits(self) -> None:
         if not self.verdict.culprits:
             return
         self._title("culprits" if len(self.verdict.culprits) > 1 else "culprit")
         for number, one in enumerate(self.verdict.culprits, 1):
-            operator = one.operator or "operator not captured"
+            operator = one.operator or "operator unknown"
             layer = "no layer's" if one.layer is None else f"layer {one.layer}"
             self._line(f"{number}. {one.point}  {operator}, {layer}, {_side(one.side)}", 2)
             share = "share not probed"

@@ -37,8 +37,8 @@ def _version(context: click.Context, option: click.Parameter, wanted: bool) -> N
 def main() -> None:
     """Find the layer, the operator and the side behind a log-prob gap.
 
-    The rollout engine and the trainer give the same token different log-probabilities: which layer,
-    which operator, which side, and is it a bug or rounding?
+    The rollout engine and the trainer give the same token different log-probs: which layer, which
+    operator, which side, and is it a bug or rounding?
 
     \b
     Exit codes:

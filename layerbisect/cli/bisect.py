@@ -9,7 +9,7 @@ import click
 
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option
+from layerbisect.cli.options import console, json_option, page
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -85,6 +85,11 @@ def bisect(
         Capture.open(rollout, label=names[0], requests=rollout_requests),
         Capture.open(trainer, label=names[1], requests=trainer_requests),
     )
+    if sides[0].label == sides[1].label:
+        raise LayerBisectError(
+            f"both captures are labelled {sides[0].label!r}; name them apart with --labels, "
+            "as in --labels decode,prefill"
+        )
     from layerbisect.bisect.locate import bisect as locate
     from layerbisect.progress import shown
     from layerbisect.render import render_verdict
@@ -95,5 +100,6 @@ def bisect(
     if as_json:
         echo_json(verdict.to_json())
     else:
-        render_verdict(verdict, console(), verbose=verbose)
+        with page() as out:
+            render_verdict(verdict, out, verbose=verbose)
     return verdict.exit_code

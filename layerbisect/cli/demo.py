@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import click
 
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option, warnings_as_talk
+from layerbisect.cli.options import console, json_option, page, warnings_as_talk
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ class _DemoCommand(click.Command):
 @click.command(cls=_DemoCommand, short_help="Plant a fault in one engine, and find it.")
 @click.option(
     "--fault",
-    default="softmax-scale",
+    default="rope-shifted",
     show_default=True,
     metavar="NAME",
     help="What to plant, one of those below; none plants nothing, list lists them.",
@@ -76,7 +76,7 @@ def demo(
     \b
     Example:
       layerbisect demo
-      layerbisect demo --fault rope-shifted --layer 3 --side trainer
+      layerbisect demo --fault softmax-scale --layer 3 --side trainer
       layerbisect demo --fault none
     """
     if fault == "list":
@@ -95,9 +95,9 @@ def demo(
     else:
         from layerbisect.render import render_verdict
 
-        out = console()
-        render_verdict(outcome.verdict, out, verbose=verbose)
-        _render_truth(outcome, out)
+        with page() as out:
+            render_verdict(outcome.verdict, out, verbose=verbose)
+            _render_truth(outcome, out)
     if keep is not None:
         click.echo(f"kept in {keep}", err=True)
     return outcome.exit_code

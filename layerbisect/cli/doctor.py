@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option
+from layerbisect.cli.options import json_option, page
 
 
 @click.command(short_help="Say which engines are here, and what is missing.")
@@ -28,20 +28,20 @@ def doctor(as_json: bool) -> int:
         echo_json(health.to_json())
         return 0
     styles = {"ok": "green", "missing": "dim", "problem": "yellow"}
-    out = console()
 
-    def show(checks: tuple[Check, ...]) -> None:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True, min_width=8)
-        table.add_column(no_wrap=True, min_width=13)
-        table.add_column(overflow="fold")
+    def table(checks: tuple[Check, ...]) -> Table:
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(no_wrap=True, min_width=8)
+        rows.add_column(no_wrap=True, min_width=13)
+        rows.add_column(overflow="fold")
         for check in checks:
             text = f"{check.found}; {check.advice}" if check.advice else check.found
-            table.add_row(Text(check.state, style=styles[check.state]), check.name, Text(text))
-        out.print(table)
+            rows.add_row(Text(check.state, style=styles[check.state]), check.name, Text(text))
+        return rows
 
-    show(health.checks)
-    out.print()
-    out.print(Text("captures possible here", style="bold"))
-    show(health.captures)
+    with page() as out:
+        out.print(table(health.checks))
+        out.print()
+        out.print(Text("captures possible here", style="bold"))
+        out.print(table(health.captures))
     return 0

@@ -34,6 +34,22 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
+def page() -> Iterator[Console]:
+    """Yield a console on stdout for a page of data; in a file its lines have no blanks at the end.
+
+    On an error nothing of the page is printed there.
+    """
+    out = console()
+    if out.is_terminal:
+        yield out
+        return
+    with out.capture() as captured:
+        yield out
+    lines = captured.get().split("\n")
+    click.echo("\n".join(line.rstrip() for line in lines), nl=False)
+
+
+@contextmanager
 def warnings_as_talk() -> Iterator[None]:
     """Turn warnings about captures into lines on stderr, without Python's file and line."""
     import warnings

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option
+from layerbisect.cli.options import json_option, page
 
 
 @click.command(short_help="Say what a capture holds.")
@@ -38,9 +38,11 @@ def show(capture: Path, pattern: str | None, as_json: bool) -> int:
         if as_json:
             echo_json({"schema": 1, "points": [one.to_json() for one in values]})
         else:
-            render_points(values, console())
+            with page() as out:
+                render_points(values, out)
     elif as_json:
         echo_json({"schema": 1, **summary.to_json()})
     else:
-        render_summary(summary, console())
+        with page() as out:
+            render_summary(summary, out)
     return 0
