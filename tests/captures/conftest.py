@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from layerbisect.captures.format import CaptureInfo, SequenceInfo, TensorHeader
 from layerbisect.captures.points import parse
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.writer import CaptureWriter, Scores
+
+# a busy machine is no failure
+settings.register_profile("captures", deadline=None)
+settings.load_profile("captures")
 
 INFO = CaptureInfo(
     engine="test",

@@ -281,7 +281,6 @@ def test_a_description_that_is_wrong_is_refused(
 
 @settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())

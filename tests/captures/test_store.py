@@ -54,7 +54,7 @@ def one_pass(
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_round_trip(
     dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory, info: CaptureInfo, data: Any
