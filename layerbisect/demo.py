@@ -7,32 +7,21 @@ two capture directories and the model, and nothing else.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.faults import FAULTS, Truth, plant
+from layerbisect.demo_engines import NO_FAULT, Side, capture_both
+from layerbisect.faults import FAULTS, Truth
 
-if TYPE_CHECKING:
-    from layerbisect.token_file import TokenSequence
-
-Side = Literal["rollout", "trainer"]
 DEFAULT_FAULT = "rope-shifted"
-NO_FAULT = "none"
-SEQUENCES, PROMPT, LENGTH = 4, 16, 160
-_ENGINES: dict[Side, tuple[str, str]] = {
-    "rollout": ("eager", "eager"),
-    "trainer": ("sdpa", "grouped_mm"),
-}
-"""Attention and experts of each engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +100,13 @@ def run_demo(
             f"unknown fault {fault!r}: give {NO_FAULT} or one of {', '.join(FAULTS)}"
         )
     news = progress or NoProgress()
-    with _folder(keep) as folder:
+    with _folder(keep) as folder, _threads(1 if model is None else None):
         if model is None:
             from layerbisect.models import make_tiny
 
             news.start("making a model", 1)
             model = make_tiny(folder / "model")
-        truth = _capture_both(folder, model, fault, layer, side, news)
+        truth = capture_both(folder, model, fault, layer, side, news)
         from layerbisect.bisect.locate import bisect
 
         verdict = bisect(folder / "rollout", folder / "trainer", model=model, progress=news)
@@ -174,81 +163,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         raise
 
 
-def _capture_both(
-    folder: Path, model: Path, fault: str, layer: int | None, side: Side, news: Progress
-) -> Truth | None:
-    """Sample tokens and capture both engines on them, planting the fault in one."""
-    from layerbisect.captures.transformers_adapter import Anatomy
-
-    truth: Truth | None = None
-    sequences: list[TokenSequence] = []
-    for name in _ENGINES:
-        news.start(f"loading the {name}", 1)
-        engine = _engine(model, name)
-        at = Anatomy.of(engine).num_layers // 2 if layer is None else layer
-        if not sequences:
-            # a fault that cannot be is refused here, before the long part
-            with _planted(engine, fault, at):
-                pass
-            sequences = _sample(engine, news)
-            _write_tokens(folder / "tokens.jsonl", sequences)
-        with _planted(engine, fault if name == side else NO_FAULT, at) as said:
-            _capture(engine, folder / name, name, sequences, news)
-        truth = said or truth
-    return truth
-
-
-def _planted(engine: Any, fault: str, layer: int) -> AbstractContextManager[Truth | None]:
-    return nullcontext() if fault == NO_FAULT else plant(engine, fault, layer)
-
-
-def _engine(directory: Path, name: Side) -> Any:
-    from layerbisect.loading import load_model
-
-    attention, experts = _ENGINES[name]
-    engine: Any = load_model(directory, dtype="bfloat16", attention=attention)
-    if hasattr(engine.config, "num_experts"):
-        engine.set_experts_implementation(experts)
-    return engine
-
-
-def _sample(engine: Any, news: Progress) -> list[TokenSequence]:
-    """Let the model answer prompts of random tokens, at temperature 1."""
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Let torch use so many threads: a tiny model's steps are too small to share, and on a busy
+    machine two threads wait for one another far longer than they compute.
+    """
     import torch
 
-    from layerbisect.token_file import TokenSequence
-
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(engine.config.vocab_size, (SEQUENCES, PROMPT), generator=generator)
-    news.start("sampling tokens", LENGTH - PROMPT)
-    cache, fed = None, tokens
-    with torch.no_grad():
-        for done in range(1, LENGTH - PROMPT + 1):
-            out = engine(input_ids=fed, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            chances = out.logits[:, -1].float().softmax(-1)
-            fed = torch.multinomial(chances, 1, generator=generator)
-            tokens = torch.cat((tokens, fed), 1)
-            news.advance(done)
-    rows: list[list[int]] = tokens.tolist()
-    return [TokenSequence(f"s{i}", tuple(ids), PROMPT) for i, ids in enumerate(rows)]
-
-
-def _capture(
-    engine: Any, directory: Path, label: str, sequences: Sequence[TokenSequence], news: Progress
-) -> None:
-    import torch
-
-    from layerbisect.captures.transformers_capture import capture
-
-    names = [s.name for s in sequences]
-    news.start(f"capturing the {label}", len(sequences))
-    with capture(engine, directory, points="all", label=label, names=names), torch.no_grad():
-        for done, one in enumerate(sequences, 1):
-            engine(input_ids=torch.tensor([one.ids]), use_cache=False)
-            news.advance(done)
-
-
-def _write_tokens(path: Path, sequences: Sequence[TokenSequence]) -> None:
-    lines = [json.dumps(asdict(one)) for one in sequences]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
