@@ -84,7 +84,7 @@ def register() -> None:
             session.batch,
             HookType.AROUND,
         ),
-        (f"{srt}.managers.scheduler.Scheduler.on_idle", session.idle, HookType.AFTER),
+        (f"{srt}.managers.scheduler.Scheduler.on_idle", session.idle, HookType.BEFORE),
         (
             f"{srt}.managers.tokenizer_manager.TokenizerManager.generate_request",
             name_warm_up,

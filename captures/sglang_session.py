@@ -207,7 +207,8 @@ class Session:
         recorder.end()
 
     def idle(self, *args: Any, **kwargs: Any) -> None:
-        """After ``Scheduler.on_idle``: nothing is in flight, so what was written is whole."""
+        """Before ``Scheduler.on_idle``: nothing is in flight, so what was written is whole."""
+        # before, because SGLang may sleep in there until the next request
         if self._unsaved and self.recorder is not None:
             self._unsaved = False
             with self.recorder.guarded("finishing the capture"):

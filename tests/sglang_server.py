@@ -37,7 +37,8 @@ from layerbisect.captures.store import Capture
 from tests.planted_plugin import Fault
 
 PLANTED = Path(__file__).with_name("planted_plugin.py")
-START_SECONDS = 180.0
+# about 25 s where nothing else runs
+START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 
 
@@ -316,7 +317,8 @@ def _command(
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(model.resolve()), "--device", "cpu", "--skip-tokenizer-init"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--disable-cuda-graph", "--disable-overlap-schedule"),
+        # an idle server would poll with a whole core
+        *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
         *("--mem-fraction-static", "0.1", "--max-total-tokens", str(max_tokens)),
         *("--random-seed", "0", "--tp-size", str(tp), "--host", "127.0.0.1", "--port", str(port)),
         *arguments,

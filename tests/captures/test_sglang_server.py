@@ -1,6 +1,7 @@
 """Captures of the real SGLang server, on a CPU.
 
-Each server takes half a minute to start, so one run of it serves many tests.
+Each server takes half a minute to start, so one serves a class of tests, and ends with it: two at
+once would be too many for a small machine.
 """
 
 import threading
@@ -69,7 +70,7 @@ class Running:
         return self.server.captured(requests)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def one(small_moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One process; it served others before the first chosen request came."""
     directory = tmp_path_factory.mktemp("captures") / "one"
@@ -87,7 +88,7 @@ def one(small_moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Running(server, directory, served, before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def two(small_moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two tensor-parallel processes, which capture every request but SGLang's own."""
     directory = tmp_path_factory.mktemp("captures") / "two"
@@ -170,132 +171,156 @@ def assert_adds_up(capture: Capture) -> None:
         )
 
 
-def test_answers_are_the_same_bit_for_bit_while_capturing(one: Running) -> None:
-    assert one.before is not None
-    assert one.served.answers == one.before.answers
+class TestOneProcess:
+    def test_answers_are_the_same_bit_for_bit_while_capturing(self, one: Running) -> None:
+        assert one.before is not None
+        assert one.served.answers == one.before.answers
+
+    def test_only_chosen_requests_are_captured(self, one: Running) -> None:
+        capture = one.open()
+        names = [s.name for s in capture.sequences]
+        assert names == ["chosen-generated", "chosen-cached", "chosen-replayed"]
+        assert capture.problems == ()
+        assert capture.label == "engine"
+
+    def test_rows_are_prefill_in_chunks_then_decode(self, one: Running) -> None:
+        capture = one.open("chosen-generated")
+        assert capture.rows.token.tolist() == one.served.generated.tokens[:-1]
+        assert capture.rows.position.tolist() == list(range(len(PROMPT) + 5))
+        assert capture.phases.tolist() == ["prefill"] * len(PROMPT) + ["decode"] * 5
+        lengths = [len(p.rows) for p in capture.passes]
+        assert lengths == [16, 16, 8, 1, 1, 1, 1, 1]
+
+    def test_rows_after_a_cached_prefix_have_keys(self, one: Running) -> None:
+        capture = one.open("chosen-cached")
+        served = one.served.cached
+        assert served.cached >= len(PROMPT)
+        assert capture.keys.known.all()
+        assert capture.rows.position[0] == served.cached
+        assert capture.rows.token.tolist() == served.tokens[served.cached : -1]
+
+    def test_decode_rows_join_the_rows_of_the_replay(self, one: Running) -> None:
+        decoded, replayed = one.open("chosen-generated"), one.open("chosen-replayed")
+        assert one.served.replayed.cached == 0
+        assert len(joined(decoded, replayed)[0]) == len(PROMPT) + 5
+        assert not differs(decoded, replayed, f"layers.{LAYERS - 1}.output")
+
+    @pytest.mark.parametrize("name", ["generated", "replayed"])
+    def test_scores_are_the_log_probs_that_the_server_answered(
+        self, one: Running, name: str
+    ) -> None:
+        answer: Answer = getattr(one.served, name)
+        scores = one.open(f"chosen-{name}").scores
+        order = np.argsort(scores.rows.position)
+        assert scores.rows.position[order].tolist() == list(range(1, len(answer.tokens)))
+        assert scores.rows.token[order].tolist() == answer.tokens[1:]
+        given = [*answer.prompt_logprobs[1:], *answer.output_logprobs]
+        assert scores.logprob[order].tolist() == given
+        assert scores.keys.known.all()
+
+    def test_scores_at_another_temperature_are_those_of_the_model(self, one: Running) -> None:
+        # the server answers with the log-probs of softmax(logits / 2)
+        hot = one.server.generate(PROMPT[:7], 4, rid="chosen-hot", temperature=2.0)
+        replayed = one.server.replay(hot.tokens, rid="chosen-hot-replayed")
+        scores = one.open("chosen-hot").scores
+        drawn = scores.rows.position >= len(hot.prompt)
+        assert scores.rows.token[drawn].tolist() == list(hot.output)
+        np.testing.assert_allclose(scores.logprob[drawn], replayed.prompt_logprobs[7:], atol=0.1)
+        assert np.abs(scores.logprob[drawn] - np.array(hot.output_logprobs)).max() > 0.1
+
+    def test_requests_in_one_pass_are_told_apart(self, one: Running) -> None:
+        rids = ["chosen-first", "other-second", "chosen-third"]
+        answers = one.server.generate_many([PROMPT[:5], PROMPT[5:12], PROMPT[12:15]], 4, rids=rids)
+        capture = one.open("chosen-[ft]*")
+        assert [s.name for s in capture.sequences] == ["chosen-first", "chosen-third"]
+        for number, answer in enumerate([answers[0], answers[2]]):
+            held = capture.rows.sequence == number
+            assert capture.rows.token[held].tolist() == answer.tokens[:-1]
+        assert capture.keys.known.all()
+
+    def test_every_point_is_what_transformers_computes(
+        self, one: Running, small_moe_dir: Path, tmp_path: Path
+    ) -> None:
+        sequences = [a.tokens for a in one.served.answers]
+        trainer = by_transformers(small_moe_dir, sequences, tmp_path / "trainer")
+        engine = one.open("chosen-[gcr]*")
+        assert_agrees(engine, trainer, every_point(moe=True))
+        assert_adds_up(engine)
+        assert {seen.how for seen in engine.points.values()} == {"observed"}
+        assert dict(engine.info.fingerprints) == dict(trainer.info.fingerprints)
+
+    def test_a_fault_in_decode_alone_shows_in_decode_rows_alone(self, one: Running) -> None:
+        one.server.plant("o-proj-permuted:1:decode")
+        answer = one.server.generate(PROMPT, 6, rid="chosen-faulty")
+        one.server.replay(answer.tokens, rid="chosen-faulty-replayed")
+        one.server.plant(None)
+        faulty, replayed = one.open("chosen-faulty"), one.open("chosen-faulty-replayed")
+        mine, theirs = joined(faulty, replayed)
+        decode = faulty.phases == "decode"
+        for point, expected in (("layers.1.attn.context", False), ("layers.1.attn.out", True)):
+            error = relative_error(faulty.read(point, mine), replayed.read(point, theirs))
+            assert np.median(error[~decode]) < 0.03, point
+            assert bool(np.median(error[decode]) > 0.03) is expected, point
+
+    def test_a_killed_server_leaves_its_finished_passes(self, one: Running) -> None:
+        """The last test of its server, which it ends."""
+        before = len(one.open().rows)
+        passes = len(list(one.directory.glob("rank-0/pass-*")))
+
+        def generate() -> None:
+            try:
+                one.server.generate(PROMPT, 500, rid="chosen-killed")
+            except ServerError:
+                pass
+
+        asking = threading.Thread(target=generate)
+        asking.start()
+        deadline = time.monotonic() + 60
+        while (
+            len(list(one.directory.glob("rank-0/pass-*"))) < passes + 10
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        one.server.kill()
+        asking.join()
+        capture = Capture.open(one.directory)
+        assert not capture.finished
+        assert any("not finished" in problem for problem in capture.problems)
+        assert len(capture.rows) > before
+        killed = Capture.open(one.directory, requests="chosen-killed")
+        assert killed.keys.known.all()
+        for point in ("layers.0.input", "layers.3.attn.q", "layers.3.mlp.expert_ids"):
+            assert len(killed.read(point)) == len(killed.rows)
+            assert killed.read(point).ndim == len(parse(point).dims)
 
 
-def test_only_chosen_requests_are_captured(one: Running) -> None:
-    capture = one.open()
-    names = [s.name for s in capture.sequences]
-    assert names == ["chosen-generated", "chosen-cached", "chosen-replayed"]
-    assert capture.problems == ()
-    assert capture.label == "engine"
+class TestTwoProcesses:
+    def test_two_processes_hold_shards_and_partial_sums(
+        self, two: Running, small_moe_dir: Path, tmp_path: Path
+    ) -> None:
+        engine = two.open()
+        sequences = [a.tokens for a in two.served.answers]
+        trainer = by_transformers(small_moe_dir, sequences, tmp_path / "trainer")
+        assert engine.problems == ()
+        assert engine.info.parallel["tp"] == 2
+        assert engine.points["layers.1.attn.out"].how == "partial_sum"
+        assert_agrees(engine, trainer, every_point(moe=True))
+        assert_adds_up(engine)
+        assert engine.replica_findings == {}
+        shared = engine.info.fingerprints.items() & trainer.info.fingerprints.items()
+        assert len(shared) == len(engine.info.fingerprints) > 0
 
+    def test_what_sglang_asks_itself_is_not_captured(self, two: Running) -> None:
+        assert two.server.get("/health") is not None
+        assert [s.name for s in two.open().sequences] == ["a-generated", "a-cached", "a-replayed"]
 
-def test_rows_are_prefill_in_chunks_then_decode(one: Running) -> None:
-    capture = one.open("chosen-generated")
-    assert capture.rows.token.tolist() == one.served.generated.tokens[:-1]
-    assert capture.rows.position.tolist() == list(range(len(PROMPT) + 5))
-    assert capture.phases.tolist() == ["prefill"] * len(PROMPT) + ["decode"] * 5
-    lengths = [len(p.rows) for p in capture.passes]
-    assert lengths == [16, 16, 8, 1, 1, 1, 1, 1]
-
-
-def test_rows_after_a_cached_prefix_have_keys(one: Running) -> None:
-    capture = one.open("chosen-cached")
-    served = one.served.cached
-    assert served.cached >= len(PROMPT)
-    assert capture.keys.known.all()
-    assert capture.rows.position[0] == served.cached
-    assert capture.rows.token.tolist() == served.tokens[served.cached : -1]
-
-
-def test_decode_rows_join_the_rows_of_the_replay(one: Running) -> None:
-    decoded, replayed = one.open("chosen-generated"), one.open("chosen-replayed")
-    assert one.served.replayed.cached == 0
-    assert len(joined(decoded, replayed)[0]) == len(PROMPT) + 5
-    assert not differs(decoded, replayed, f"layers.{LAYERS - 1}.output")
-
-
-@pytest.mark.parametrize("name", ["generated", "replayed"])
-def test_scores_are_the_log_probs_that_the_server_answered(one: Running, name: str) -> None:
-    answer: Answer = getattr(one.served, name)
-    scores = one.open(f"chosen-{name}").scores
-    order = np.argsort(scores.rows.position)
-    assert scores.rows.position[order].tolist() == list(range(1, len(answer.tokens)))
-    assert scores.rows.token[order].tolist() == answer.tokens[1:]
-    given = [*answer.prompt_logprobs[1:], *answer.output_logprobs]
-    assert scores.logprob[order].tolist() == given
-    assert scores.keys.known.all()
-
-
-def test_scores_at_another_temperature_are_those_of_the_model(one: Running) -> None:
-    # the server answers with the log-probs of softmax(logits / 2)
-    hot = one.server.generate(PROMPT[:7], 4, rid="chosen-hot", temperature=2.0)
-    replayed = one.server.replay(hot.tokens, rid="chosen-hot-replayed")
-    scores = one.open("chosen-hot").scores
-    drawn = scores.rows.position >= len(hot.prompt)
-    assert scores.rows.token[drawn].tolist() == list(hot.output)
-    np.testing.assert_allclose(scores.logprob[drawn], replayed.prompt_logprobs[7:], atol=0.1)
-    assert np.abs(scores.logprob[drawn] - np.array(hot.output_logprobs)).max() > 0.1
-
-
-def test_requests_in_one_pass_are_told_apart(one: Running) -> None:
-    rids = ["chosen-first", "other-second", "chosen-third"]
-    answers = one.server.generate_many([PROMPT[:5], PROMPT[5:12], PROMPT[12:15]], 4, rids=rids)
-    capture = one.open("chosen-[ft]*")
-    assert [s.name for s in capture.sequences] == ["chosen-first", "chosen-third"]
-    for number, answer in enumerate([answers[0], answers[2]]):
-        held = capture.rows.sequence == number
-        assert capture.rows.token[held].tolist() == answer.tokens[:-1]
-    assert capture.keys.known.all()
-
-
-def test_every_point_is_what_transformers_computes(
-    one: Running, small_moe_dir: Path, tmp_path: Path
-) -> None:
-    sequences = [a.tokens for a in one.served.answers]
-    trainer = by_transformers(small_moe_dir, sequences, tmp_path / "trainer")
-    engine = one.open("chosen-[gcr]*")
-    assert_agrees(engine, trainer, every_point(moe=True))
-    assert_adds_up(engine)
-    assert {seen.how for seen in engine.points.values()} == {"observed"}
-    assert dict(engine.info.fingerprints) == dict(trainer.info.fingerprints)
-
-
-def test_a_fault_in_decode_alone_shows_in_decode_rows_alone(one: Running) -> None:
-    one.server.plant("o-proj-permuted:1:decode")
-    answer = one.server.generate(PROMPT, 6, rid="chosen-faulty")
-    one.server.replay(answer.tokens, rid="chosen-faulty-replayed")
-    one.server.plant(None)
-    faulty, replayed = one.open("chosen-faulty"), one.open("chosen-faulty-replayed")
-    mine, theirs = joined(faulty, replayed)
-    decode = faulty.phases == "decode"
-    for point, expected in (("layers.1.attn.context", False), ("layers.1.attn.out", True)):
-        error = relative_error(faulty.read(point, mine), replayed.read(point, theirs))
-        assert np.median(error[~decode]) < 0.03, point
-        assert bool(np.median(error[decode]) > 0.03) is expected, point
-
-
-def test_two_processes_hold_shards_and_partial_sums(
-    two: Running, small_moe_dir: Path, tmp_path: Path
-) -> None:
-    engine = two.open()
-    sequences = [a.tokens for a in two.served.answers]
-    trainer = by_transformers(small_moe_dir, sequences, tmp_path / "trainer")
-    assert engine.problems == ()
-    assert engine.info.parallel["tp"] == 2
-    assert engine.points["layers.1.attn.out"].how == "partial_sum"
-    assert_agrees(engine, trainer, every_point(moe=True))
-    assert_adds_up(engine)
-    assert engine.replica_findings == {}
-    shared = engine.info.fingerprints.items() & trainer.info.fingerprints.items()
-    assert len(shared) == len(engine.info.fingerprints) > 0
-
-
-def test_what_sglang_asks_itself_is_not_captured(two: Running) -> None:
-    assert two.server.get("/health") is not None
-    assert [s.name for s in two.open().sequences] == ["a-generated", "a-cached", "a-replayed"]
-
-
-def test_a_fault_on_two_processes_shows_where_it_was_planted(two: Running) -> None:
-    two.server.plant("experts-swapped:2")
-    two.server.replay(two.served.replayed.tokens, rid="faulty")
-    two.server.plant(None)
-    faulty, clean = two.open("faulty"), two.open("a-replayed")
-    assert not differs(faulty, clean, "layers.2.mlp.expert_weights")
-    assert differs(faulty, clean, "layers.2.mlp.out")
+    def test_a_fault_on_two_processes_shows_where_it_was_planted(self, two: Running) -> None:
+        two.server.plant("o-proj-permuted:2")
+        two.server.replay(two.served.replayed.tokens, rid="faulty")
+        two.server.plant(None)
+        faulty, clean = two.open("faulty"), two.open("a-replayed")
+        assert not differs(faulty, clean, "layers.2.attn.context")
+        assert differs(faulty, clean, "layers.2.attn.out")
 
 
 def test_a_broken_table_costs_its_points_alone(small_llama_dir: Path, tmp_path: Path) -> None:
@@ -331,34 +356,3 @@ def test_a_dense_model_on_two_processes(small_qwen3_dir: Path, tmp_path: Path) -
     assert engine.problems == ()
     assert_agrees(engine, trainer, every_point(moe=False))
     assert_adds_up(engine)
-
-
-def test_a_killed_server_leaves_its_finished_passes(one: Running) -> None:
-    """The last test of its server, which it ends."""
-    before = len(one.open().rows)
-    passes = len(list(one.directory.glob("rank-0/pass-*")))
-
-    def generate() -> None:
-        try:
-            one.server.generate(PROMPT, 500, rid="chosen-killed")
-        except ServerError:
-            pass
-
-    asking = threading.Thread(target=generate)
-    asking.start()
-    deadline = time.monotonic() + 60
-    while (
-        len(list(one.directory.glob("rank-0/pass-*"))) < passes + 10 and time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    one.server.kill()
-    asking.join()
-    capture = Capture.open(one.directory)
-    assert not capture.finished
-    assert any("not finished" in problem for problem in capture.problems)
-    assert len(capture.rows) > before
-    killed = Capture.open(one.directory, requests="chosen-killed")
-    assert killed.keys.known.all()
-    for point in ("layers.0.input", "layers.3.attn.q", "layers.3.mlp.expert_ids"):
-        assert len(killed.read(point)) == len(killed.rows)
-        assert killed.read(point).ndim == len(parse(point).dims)
