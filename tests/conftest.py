@@ -15,11 +15,11 @@ SMALL: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    """Let torch use two threads, so that results and times vary less between machines."""
+def one_thread() -> None:
+    """Let torch use one thread: on small tensors and busy cores, waiting for others costs most."""
     import torch
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
