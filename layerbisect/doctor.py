@@ -24,7 +24,7 @@ PREFIX = "LAYERBISECT_"
 MINIMUM = {"torch": (2, 6), "transformers": (5, 19), "sglang": (0, 5, 16)}
 """Oldest versions that were tried; for SGLang the first with plugins."""
 
-_INSTALL = {
+INSTALL = {
     "torch": "pip install torch",
     "transformers": "pip install 'layerbisect[transformers]'",
     "sglang": "pip install 'layerbisect[sglang]', where the rollout runs",
@@ -60,7 +60,7 @@ class Health:
 def examine(environment: Mapping[str, str] | None = None) -> Health:
     """Look around."""
     variables = os.environ if environment is None else environment
-    packages = {name: _package(name) for name in _INSTALL}
+    packages = {name: _package(name) for name in INSTALL}
     plugin = _plugin()
     checks = (
         _python(),
@@ -101,7 +101,7 @@ def _package(name: str) -> Check:
             wanted = ".".join(map(str, least))
             return Check(name, "problem", found, f"{wanted} is the oldest that is supported")
         return Check(name, "ok", found)
-    return Check(name, "missing", "not installed", _INSTALL[name])
+    return Check(name, "missing", "not installed", INSTALL[name])
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -179,7 +179,10 @@ def _variables(environment: Mapping[str, str]) -> Check:
 
 def _captures(packages: Mapping[str, Check], plugin: Check) -> tuple[Check, ...]:
     transformers = _needs(
-        "transformers", packages, ("torch", "transformers"), "`layerbisect capture`, or in Python"
+        "transformers model",
+        packages,
+        ("torch", "transformers"),
+        "`layerbisect capture`, or in Python",
     )
     sglang = _needs(
         "SGLang server", packages, ("torch", "sglang"), "start it with LAYERBISECT_CAPTURE=DIR"

@@ -185,9 +185,10 @@ class _Page:
         sides = ", ".join(f"{label} {nat(d)}" for label, d in budget.distances.items())
         self._line(
             f"the kinds add in quadrature to {nat(budget.quadrature)}, "
-            f"the whole model rounded is {nat(budget.whole)}{apart}; seen: {sides}",
+            f"the whole model rounded is {nat(budget.whole)}{apart}",
             2,
         )
+        self._line(f"as captured: {sides}", 2)
         if largest > 0 and budget.quadrature > 0:
             left = math.sqrt(max(0.0, 1 - (largest / budget.quadrature) ** 2))
             before, after = nat(budget.predicted_gap), nat(budget.predicted_gap * left)

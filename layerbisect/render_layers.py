@@ -14,6 +14,10 @@ SHORT = 24
 """A model of at most so many layers is shown whole."""
 RUN = 3
 """Uninteresting layers beside one another are put together from this many on."""
+SHARE = 0.05
+"""A layer with at least this share of the gap is shown."""
+LOUD = 3
+"""So many layers with the largest own errors are shown."""
 BAR = 16
 _NAME = 12
 
@@ -78,16 +82,15 @@ def _runs(
     if verbose or len(layers) <= SHORT:
         yield from ([layer] for layer in layers)
         return
-    errors = sorted((max(e.own_error.values(), default=0.0) for e in layers), reverse=True)
-    loud = errors[2]
+    errors = [max(e.own_error.values(), default=0.0) for e in layers]
+    loud = sorted(range(len(layers)), key=lambda place: -errors[place])[:LOUD]
 
     def matters(place: int) -> bool:
         layer = layers[place]
         near = {layer.layer - 1, layer.layer, layer.layer + 1} & guilty
         share = _share(layer, layer, whole) or 0.0
-        top = max(layer.own_error.values(), default=0.0)
         ends = place in (0, len(layers) - 1)
-        return ends or bool(near) or abs(share) >= 0.05 or (top > 0 and top >= loud)
+        return ends or bool(near) or abs(share) >= SHARE or place in loud
 
     quiet: list[LayerEvidence] = []
     for place, layer in enumerate(layers):

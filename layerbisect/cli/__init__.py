@@ -23,6 +23,7 @@ def _version(context: click.Context, option: click.Parameter, wanted: bool) -> N
 
 
 @click.group(
+    "layerbisect",
     cls=Boundary,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

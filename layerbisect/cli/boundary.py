@@ -50,8 +50,9 @@ class Boundary(click.Group):
         except click.Abort:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
-        except BrokenPipeError:
-            # the reader has left (`layerbisect show ... | head`): nothing more can be said to it
+        except (BrokenPipeError, SystemExit):
+            # the reader has left (`layerbisect show ... | head`): nothing more can be said to it;
+            # this is also the one case in which click itself exits, with the code of divergence
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(BROKEN_PIPE)
         except click.exceptions.NoArgsIsHelpError as error:

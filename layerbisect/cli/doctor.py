@@ -32,7 +32,7 @@ def doctor(as_json: bool) -> int:
     def table(checks: tuple[Check, ...]) -> Table:
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, min_width=8)
-        rows.add_column(no_wrap=True, min_width=13)
+        rows.add_column(no_wrap=True, min_width=18)
         rows.add_column(overflow="fold")
         for check in checks:
             text = f"{check.found}; {check.advice}" if check.advice else check.found
