@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerbisect.captures import sglang_adapter
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.format import PointSeen
 from layerbisect.captures.points import select
 from layerbisect.captures.recorder import Recorder
-from layerbisect.captures.sglang_adapter import taps
 from layerbisect.captures.sglang_batch import (
     Pass,
     Requests,
@@ -105,7 +105,7 @@ class Session:
             self.recorder = Recorder(
                 writer,
                 points,
-                taps(layout, layers, self._usable),
+                sglang_adapter.taps(layout, layers, self._usable),
                 head_dim=layout.head_dim,
                 header_of=layout.header,
             )

@@ -256,10 +256,10 @@ class Planter:
 
 def break_taps() -> None:
     """Let the table name a module that is not there, fail, and show rows of no pass."""
-    from layerbisect.captures import sglang_session
+    from layerbisect.captures import sglang_adapter
     from layerbisect.captures.recorder import Tap
 
-    whole = sglang_session.taps
+    whole = sglang_adapter.taps
 
     def fails(*call: Any) -> Any:
         raise RuntimeError("no such field")
@@ -277,7 +277,7 @@ def break_taps() -> None:
             Tap(r"model\.layers\.(?P<layer>\d+)\.attention", "layers.{layer}.attn.out", fails),
         )
 
-    sglang_session.taps = broken
+    sglang_adapter.taps = broken
 
 
 def register() -> None:
