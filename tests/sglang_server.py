@@ -347,7 +347,7 @@ def _environment(
     environment |= {
         "SGLANG_PLATFORM": "layerbisect_cpu",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1" if tp > 1 else "2",
+        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if tp > 1:
