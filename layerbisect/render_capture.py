@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from layerbisect.bisect.progress import Progress
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from layerbisect.captures.summary import CaptureSummary, PointSummary
@@ -40,7 +41,9 @@ class PointValues:
         return {**values.pop("point"), **values}
 
 
-def point_values(capture: Capture, summary: CaptureSummary, pattern: str) -> list[PointValues]:
+def point_values(
+    capture: Capture, summary: CaptureSummary, pattern: str, progress: Progress
+) -> list[PointValues]:
     """Read the points that match ``pattern``, one at a time.
 
     Raises LayerBisectError where none does.
@@ -51,7 +54,13 @@ def point_values(capture: Capture, summary: CaptureSummary, pattern: str) -> lis
             f"{capture.directory} has no point that matches {pattern!r}; "
             "`layerbisect show` without --point lists what it has"
         )
-    return [_values(capture, point) for point in chosen]
+    progress.start("reading points", len(chosen))
+    found = []
+    for done, point in enumerate(chosen, 1):
+        found.append(_values(capture, point))
+        progress.advance(done)
+    progress.done()
+    return found
 
 
 def _values(capture: Capture, point: PointSummary) -> PointValues:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import json_option, page
+from layerbisect.cli.options import console, json_option, page
 
 
 @click.command(short_help="Say what a capture holds.")
@@ -29,12 +29,15 @@ def show(capture: Path, pattern: str | None, as_json: bool) -> int:
     """
     from layerbisect.captures.store import Capture
     from layerbisect.captures.summary import summarize
+    from layerbisect.progress import shown
     from layerbisect.render_capture import point_values, render_points, render_summary
 
-    opened = Capture.open(capture)
-    summary = summarize(opened)
-    if pattern is not None:
-        values = point_values(opened, summary, pattern)
+    with shown(console(stderr=True)) as progress:
+        progress.start("opening the capture", 1)
+        opened = Capture.open(capture)
+        summary = summarize(opened)
+        values = None if pattern is None else point_values(opened, summary, pattern, progress)
+    if values is not None:
         if as_json:
             echo_json({"schema": 1, "points": [one.to_json() for one in values]})
         else:
