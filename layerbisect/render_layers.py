@@ -125,20 +125,18 @@ def differences_table(verdict: Verdict) -> Table:
     """One line a point: relative difference by row, and the row that is worst."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
     table.add_column("point", no_wrap=True, overflow="ellipsis")
-    for name in ("rows", "equal", "median", "p95", "max", "not finite"):
+    bad = any(one.nonfinite for one in verdict.differences)
+    names = ("rows", "equal", "median", "p95", "max", "worst position", "its token")
+    for name in (*names, "not finite") if bad else names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst row", no_wrap=True, overflow="ellipsis")
     for one in verdict.differences:
-        worst = ""
-        if one.worst_rows:
-            position, token, _ = one.worst_rows[0]
-            worst = f"position {position}, token {token}"
+        position, token, error = one.worst_rows[0] if one.worst_rows else (0, 0, 0.0)
         table.add_row(
             one.point,
             f"{one.rows:,}",
             percent(one.bitwise_equal),
             *(f"{value:.2g}" for value in (one.median, one.p95, one.max)),
-            str(one.nonfinite or ""),
-            worst,
+            *((str(position), str(token)) if error else ("", "")),
+            *((f"{one.nonfinite:,}" if one.nonfinite else "",) if bad else ()),
         )
     return table

@@ -257,8 +257,13 @@ def test_bars_are_ascii_where_the_output_is() -> None:
 
 
 def test_differences_are_shown_on_demand() -> None:
-    assert "position 97, token 1312" not in rendered(verdict())
-    assert "position 97, token 1312" in rendered(verdict(), verbose=True)
+    assert "worst position" not in rendered(verdict())
+    table = rendered(verdict(), verbose=True).split("second\n")[1].split("\n\n")[0].split("\n")
+    assert table[0].split()[-2:] == ["not", "finite"]
+    assert table[1].split() == ["embed", "640", "100", "%", "0", "0", "0"]
+    assert table[2].split()[-3:] == ["97", "1312", "2"]
+    whole = verdict(differences=verdict().differences[:1])
+    assert "not finite" not in rendered(whole, verbose=True)
 
 
 def test_numbers_in_words() -> None:
