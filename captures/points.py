@@ -95,7 +95,8 @@ def select(
 
     A pattern is a point name with ``*`` and ``?``, ``coarse`` (layer boundaries and scores),
     ``all`` (everything but ``logits``, whose rows are as long as the vocabulary), or a layer such
-    as ``layers.9`` (all its points). Several are given as a sequence or separated by commas.
+    as ``layers.9`` (all its points, and the stream that leaves it). Several are given as a sequence
+    or separated by commas.
     Raises LayerBisectError for a pattern that matches nothing.
     """
     wanted = patterns.split(",") if isinstance(patterns, str) else list(patterns)
@@ -119,6 +120,8 @@ def _matching(pattern: str, every: Sequence[str]) -> list[str]:
         return [name for name in every if name != "logits"]
     if pattern == "coarse":
         return [name for name in every if any(fnmatch.fnmatchcase(name, c) for c in COARSE)]
-    if re.fullmatch(r"layers\.\d+", pattern):
-        pattern += ".*"
+    if match := re.fullmatch(r"layers\.(\d+)", pattern):
+        # what the layer makes of its input is only seen where the next one starts
+        after = f"layers.{int(match[1]) + 1}.input"
+        return [name for name in every if name.startswith(f"{pattern}.") or name == after]
     return [name for name in every if fnmatch.fnmatchcase(name, pattern)]

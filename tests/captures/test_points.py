@@ -91,9 +91,11 @@ def test_patterns_give_points_in_order_of_computation_whatever_their_own() -> No
     assert select(["layers.1.mid", "layers.1.mid"], 2) == ("layers.1.mid",)
 
 
-def test_layer_number_is_matched_whole() -> None:
-    assert {parse(n).layer for n in select("layers.1", 12)} == {1}
-    assert len(select("layers.1", 12)) == len(LAYER_DIMS) - 1 - len(MOE_SUFFIXES)
+def test_a_layer_is_its_points_and_the_stream_that_leaves_it() -> None:
+    chosen = select("layers.1", 12)
+    assert {parse(n).layer for n in chosen if n != "layers.2.input"} == {1}
+    assert chosen[-1] == "layers.2.input"
+    assert select("layers.11", 12)[-1] == "layers.11.output"
 
 
 @pytest.mark.parametrize("pattern", ["layers.9", "nothing", "layers.*.mlp.router_logits", "a,,b"])
