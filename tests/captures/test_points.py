@@ -94,6 +94,7 @@ def test_patterns_give_points_in_order_of_computation_whatever_their_own() -> No
 def test_a_layer_is_its_points_and_the_stream_that_leaves_it() -> None:
     chosen = select("layers.1", 12)
     assert {parse(n).layer for n in chosen if n != "layers.2.input"} == {1}
+    assert len(chosen) == len(LAYER_DIMS) - 1 - len(MOE_SUFFIXES) + 1
     assert chosen[-1] == "layers.2.input"
     assert select("layers.11", 12)[-1] == "layers.11.output"
 
