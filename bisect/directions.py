@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.measure import each_channel
+from layerbisect.bisect.measure import By
 from layerbisect.bisect.operators import LayerPoints
 
 _STEP = 1e-4
+_BY_CHANNEL = ("attn.norm", "mlp.norm", "attn.out", "mlp.out", "mlp.router_logits")
+
+
+def gains_of(points: LayerPoints, suffix: str) -> tuple[By, ...]:
+    """Say at which grain a wrong factor on a point's values is looked for.
+
+    Only operators judged alone have directions; a stretch of several has too many.
+    """
+    if len(points.covers(suffix)) > 1 and suffix not in ("attn.q", "attn.k"):
+        return ()
+    return ("all", "channel") if suffix in _BY_CHANNEL else ("all", "head")
 
 
 def directions_of(points: LayerPoints, suffix: str) -> dict[str, torch.Tensor]:
     """Map a direction's name to the output's derivative by it, of the output's shape.
 
     A fitted coefficient is then the size of the bug: 0.03 for ``softmax scale`` means that the
-    scale is 3 % too large. Only operators judged alone have directions; a stretch of several has
-    too many.
+    scale is 3 % too large.
     """
-    if len(points.covers(suffix)) > 1 and suffix not in ("attn.q", "attn.k"):
+    if len(points.covers(suffix)) > 1:
         return {}
-    exact = points.compute(suffix)
-    directions = {"gain": exact}
-    if exact.ndim == 3:
-        for head in range(exact.shape[1]):
-            only = torch.zeros_like(exact)
-            only[:, head] = exact[:, head]
-            directions[f"head {head} gain"] = only
-    if suffix in ("attn.norm", "mlp.norm", "attn.out", "mlp.out", "mlp.router_logits"):
-        directions[each_channel] = exact
     if suffix in ("attn.norm", "mlp.norm"):
         stream = points.get("input" if suffix == "attn.norm" else "mid")
-        directions["eps"] = norm_eps_direction(exact, stream, points.model.config.eps)
+        eps = points.model.config.eps
+        return {"eps": norm_eps_direction(points.compute(suffix), stream, eps)}
     if suffix == "attn.context":
-        directions["softmax scale"] = _softmax_scale(points, exact)
+        return {"softmax scale": _softmax_scale(points)}
     if suffix == "mid":
-        directions["share of the attention output added"] = points.get("attn.out")
+        return {"share of the attention output added": points.get("attn.out")}
     if suffix == "output":
-        directions["share of the MLP output added"] = points.get("mlp.out")
-    return directions
+        return {"share of the MLP output added": points.get("mlp.out")}
+    return {}
 
 
 def norm_eps_direction(exact: torch.Tensor, stream: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,9 +48,9 @@ def norm_eps_direction(exact: torch.Tensor, stream: torch.Tensor, eps: float) ->
     return -0.5 * exact * (0.1 * mean_square.mean() / (mean_square + eps))
 
 
-def _softmax_scale(points: LayerPoints, exact: torch.Tensor) -> torch.Tensor:
+def _softmax_scale(points: LayerPoints) -> torch.Tensor:
     q = points.get("attn.q") * (1 + _STEP)
     moved = points.model.attention(
         points.layer, q, points.get("attn.k"), points.get("attn.v"), points.side.chains.lengths
     )
-    return (moved - exact) / _STEP
+    return (moved - points.compute("attn.context")) / _STEP

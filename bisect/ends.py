@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from layerbisect.bisect.directions import norm_eps_direction
-from layerbisect.bisect.measure import OwnError, each_channel, measure
-from layerbisect.bisect.precision import Precision
+from layerbisect.bisect.measure import Output, OwnError, measure
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import unique_rows, unit_roundoff
+from layerbisect.bisect.residuals import order_freedom, unique_rows, unit_roundoff
 from layerbisect.bisect.side import Side, boundary
 
 _STEP = 1e-4
+_LOGITS_AT_ONCE = 2**23
+# what is left of a near certain token's error, in unit roundoffs
+_LEAST_NOISE = 0.1
 
 
 def end_errors(model: ReferenceModel, side: Side) -> list[OwnError]:
@@ -20,76 +22,70 @@ def end_errors(model: ReferenceModel, side: Side) -> list[OwnError]:
     return [error for error in found if error is not None]
 
 
-def _fresh(side: Side) -> torch.Tensor:
-    return torch.nonzero(torch.from_numpy(side.chains.fresh)).squeeze(1)
-
-
 def _embedding(model: ReferenceModel, side: Side) -> OwnError | None:
-    name = "embed" if side.has("embed") else "layers.0.input"
+    name = "embed" if side.has("embed") else boundary(0, model.config.num_layers)
     captured = side.read(name)
     if captured is None:
         return None
     token = torch.from_numpy(side.chains.token)
-    rows = _fresh(side)
+    rows = side.fresh
     rows = rows[unique_rows(token[rows][:, None])]
-    dtype = getattr(torch, side.dtype)
     exact = model.embed(token[rows])
-    # a lookup has no rounding of its own: allow for one, of the table's values to the dtype
     return measure(
-        point=name,
-        layer=None,
-        operator="embedding",
-        side=side.label,
-        captured=captured[rows],
-        exact=exact,
-        low=exact.to(dtype).to(exact.dtype),
-        unit=unit_roundoff(side.dtype),
-        directions={"gain": exact},
-        covers=("embedding",),
-        flat_rows=rows,
+        Output(
+            point=name,
+            layer=None,
+            operator="embedding",
+            side=side.label,
+            dtype=side.dtype,
+            captured=captured[rows],
+            exact=exact,
+            # a lookup has no rounding of its own: only the table's values are rounded
+            low=model.embed(token[rows], precision=side.low),
+            flat_rows=rows,
+            covers=("embedding",),
+            gains=("all",),
+        )
     )
 
 
 def _final_norm(model: ReferenceModel, side: Side) -> OwnError | None:
-    stream = side.read(boundary(model.config.num_layers, model.config.num_layers))
+    stream = side.stream(model.config.num_layers, model.config.num_layers)
     captured = side.read("final_norm")
     if stream is None or captured is None:
         return None
-    rows = _fresh(side)
+    rows = side.fresh
     rows = rows[unique_rows(stream[rows])]
     exact = model.final_norm(stream[rows])
     return measure(
-        point="final_norm",
-        layer=None,
-        operator="norm",
-        side=side.label,
-        captured=captured[rows],
-        exact=exact,
-        low=model.final_norm(stream[rows], precision=_low(side)),
-        unit=unit_roundoff(side.dtype),
-        directions={
-            "gain": exact,
-            each_channel: exact,
-            "eps": norm_eps_direction(exact, stream[rows], model.config.eps),
-        },
-        covers=("norm",),
-        flat_rows=rows,
+        Output(
+            point="final_norm",
+            layer=None,
+            operator="norm",
+            side=side.label,
+            dtype=side.dtype,
+            captured=captured[rows],
+            exact=exact,
+            low=model.final_norm(stream[rows], precision=side.low),
+            flat_rows=rows,
+            covers=("norm",),
+            gains=("all", "channel"),
+            directions={"eps": norm_eps_direction(exact, stream[rows], model.config.eps)},
+        )
     )
 
 
 def _head(model: ReferenceModel, side: Side) -> OwnError | None:
     """Judge logits and log-softmax together: from the final norm's output to the log-prob."""
     covers: tuple[str, ...] = ("head",)
-    normed = side.read("final_norm")
-    low_normed = normed
-    if normed is None:
-        stream = side.read(boundary(model.config.num_layers, model.config.num_layers))
+    normed = low_normed = side.read("final_norm")
+    if normed is None or low_normed is None:
+        stream = side.stream(model.config.num_layers, model.config.num_layers)
         if stream is None:
             return None
         covers = ("norm", "head")
         normed = model.final_norm(stream)
-        low_normed = model.final_norm(stream, precision=_low(side))
-    assert low_normed is not None
+        low_normed = model.final_norm(stream, precision=side.low)
     scores = side.scores()
     rows = torch.nonzero(torch.from_numpy(side.chains.scored) & ~torch.isnan(scores)).squeeze(1)
     if not len(rows):
@@ -97,28 +93,58 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
     target = torch.from_numpy(side.chains.target)[rows]
     exact = model.logprobs(normed[rows], target).double()
     moved = model.logprobs(normed[rows] * (1 + _STEP), target).double()
-    low = model.logprobs(low_normed[rows], target, precision=_low(side)).double()
-    # a likely token's logit and the normalizer share their error: it shrinks with 1 - p
-    shrink = (1 - exact.exp()).clamp_min(1e-3)
-    size = ((low - exact) / shrink).square().mean().sqrt().clamp_min(unit_roundoff(side.dtype))
+    low = model.logprobs(low_normed[rows], target, precision=side.low).double()
+    noise = _head_noise(model, normed[rows], target, exact, low, side.dtype)
     return measure(
-        point="logprob",
-        layer=None,
-        operator="head",
-        side=side.label,
-        captured=scores[rows, None],
-        exact=exact[:, None],
-        low=low[:, None],
-        unit=unit_roundoff(side.dtype),
-        directions={
-            "logit scale": (moved - exact)[:, None] / _STEP,
-            "offset": torch.ones_like(exact)[:, None],
-        },
-        covers=covers,
-        flat_rows=rows,
-        noise=(shrink * size)[:, None],
+        Output(
+            point="logprob",
+            layer=None,
+            operator="head",
+            side=side.label,
+            dtype=side.dtype,
+            captured=scores[rows, None],
+            exact=exact[:, None],
+            low=low[:, None],
+            flat_rows=rows,
+            covers=covers,
+            directions={
+                "logit scale": (moved - exact)[:, None] / _STEP,
+                "offset": torch.ones_like(exact)[:, None],
+            },
+            noise=noise[:, None] * order_freedom(side.dtype),
+        )
     )
 
 
-def _low(side: Side) -> Precision:
-    return Precision.all_in(getattr(torch, side.dtype))
+def _head_noise(
+    model: ReferenceModel,
+    normed: torch.Tensor,
+    target: torch.Tensor,
+    exact: torch.Tensor,
+    low: torch.Tensor,
+    dtype: str,
+) -> torch.Tensor:
+    """Standard deviation (nat) of rounding in each row's log-prob: float64 [row].
+
+    A log-prob moves by the error of its own logit, and by that of every logit times its
+    probability in the other direction. Each logit is rounded at its own size, so rows differ.
+    """
+    own_logit = model.target_logit(normed, target).double()
+    own = exact.exp()
+    # its own logit counts 1 - p; below it counts p, as all others do
+    variance = ((1 - own).square() - own.square()) * _spacing(own_logit, dtype).square()
+    normalizer = own_logit - exact
+    vocab = model.config.vocab
+    step = max(1, _LOGITS_AT_ONCE // len(target))
+    for start in range(0, vocab, step):
+        logits = model.logits(normed, start, min(start + step, vocab)).double()
+        chance = (logits - normalizer[:, None]).exp()
+        variance += (chance * _spacing(logits, dtype)).square().sum(1)
+    noise = (variance.clamp_min(0.0) / 12).sqrt() + _LEAST_NOISE * unit_roundoff(dtype)
+    # sums in float32 lose more than their last rounding
+    return noise * ((low - exact) / noise).square().mean().sqrt().clamp_min(1.0)
+
+
+def _spacing(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Distance between neighbouring numbers of ``dtype`` at the size of ``values``."""
+    return torch.exp2(values.abs().clamp_min(1e-6).log2().floor()) * (2 * unit_roundoff(dtype))

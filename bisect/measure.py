@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from layerbisect.bisect.residuals import (
+    Direction,
     Fit,
-    common_fits,
-    fit,
-    fit_each,
+    fits_beyond,
+    order_freedom,
     rounding_noise,
     row_ratios,
+    unit_roundoff,
 )
-
-each_channel = "each channel's gain"
-"""Name of the direction that is fitted channel by channel."""
 
 EXCESS_RATIO = 4.0
 """A row whose error is this many times the low-precision reference's is in excess."""
@@ -26,8 +25,13 @@ EXCESS_ROWS = 3
 MEDIAN_RATIO = 2.0
 SYSTEMATIC_Z = 8.0
 SYSTEMATIC_SIZE = 1e-3
+"""A smaller coefficient is no bug that anyone would see."""
 SYSTEMATIC_ROWS = 64
 """Fewer distinct rows than this cannot show a systematic error."""
+
+_NAMED_FITS = 5
+
+By = Literal["all", "head", "channel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,90 +85,146 @@ class OwnError:
         return max(by_size, min(by_fit, 10.0), 1e3 if self.nonfinite else 0.0)
 
 
-def measure(
-    *,
-    point: str,
-    layer: int | None,
-    operator: str,
-    side: str,
-    captured: torch.Tensor,
-    exact: torch.Tensor,
-    low: torch.Tensor,
-    unit: float,
-    directions: dict[str, torch.Tensor],
-    covers: tuple[str, ...],
-    set_aside: int = 0,
-    flat_rows: torch.Tensor,
-    noise: torch.Tensor | None = None,
-) -> OwnError:
-    """Measure ``captured`` [row, ...] against the exact and the low-precision reference.
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an operator put out on one side, and what the references make of the same input.
 
-    ``directions`` maps a name to what the output would move by ([row, ...]) if an error of one unit
-    in that direction were present; ``unit`` is the dtype's unit roundoff; ``noise`` [row, channel]
-    is the standard deviation of rounding where the caller knows better than the estimate from the
-    two references.
+    ``captured``, ``exact`` and ``low`` are [row, ...]; ``flat_rows`` [row] are their places in the
+    layout. ``gains`` says at which grain a factor on the output is fitted (``channel`` also fits an
+    offset), and ``directions`` maps further names to what the output would move by ([row, ...]) if
+    an error of one unit in that direction were present. ``noise`` [row, channel] is the standard
+    deviation of rounding where more is known of it than the two references show, and ``variance``
+    [row, channel] what rounds besides.
     """
-    heads = exact.shape[1] if exact.ndim == 3 else 1
-    exact, low, captured = (t.flatten(1) for t in (exact, low, captured))
-    finite = captured.isfinite().all(1)
-    nonfinite = int((~finite).sum())
-    exact, low, captured = exact[finite], low[finite], captured[finite]
-    if not len(captured):
-        return OwnError(
-            point, layer, operator, side, 0, 0.0, 0.0, 0.0, 0.0, nonfinite, (), covers, set_aside,
-            torch.zeros(0), flat_rows[finite],
-        )  # fmt: skip
-    scale = _noise(exact, low, unit, heads) if noise is None else noise[finite]
-    error, error_low = (captured - exact).double() / scale, (captured - low).double() / scale
-    ratio = _worst_head(error, heads)
-    against_exact: dict[str, Fit] = {}
-    against_low: dict[str, Fit] = {}
-    for name, direction in directions.items():
-        scaled = direction.flatten(1)[finite].double() / scale
-        if name == each_channel:
-            names = [f"channel {c} gain" for c in range(scaled.shape[1])]
-            against_exact |= zip(names, fit_each(names, error, scaled), strict=True)
-            against_low |= zip(names, fit_each(names, error_low, scaled), strict=True)
-        else:
-            against_exact[name] = fit(name, error, scaled)
-            against_low[name] = fit(name, error_low, scaled)
+
+    point: str
+    layer: int | None
+    operator: str
+    side: str
+    dtype: str
+    captured: torch.Tensor
+    exact: torch.Tensor
+    low: torch.Tensor
+    flat_rows: torch.Tensor
+    covers: tuple[str, ...]
+    gains: tuple[By, ...] = ()
+    directions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    noise: torch.Tensor | None = None
+    variance: torch.Tensor | None = None
+    set_aside: int = 0
+
+
+def measure(output: Output) -> OwnError:
+    """Measure an output against the exact and the low-precision reference.
+
+    Rows in which a reference is not finite, as its input was not, are set aside.
+    """
+    known = _finite(output.exact) & _finite(output.low)
+    finite = _finite(output.captured) & known
+    exact, low, captured = (
+        _by_head(t[finite]) for t in (output.exact, output.low, output.captured)
+    )
     judged = OwnError(
-        point=point,
-        layer=layer,
-        operator=operator,
-        side=side,
+        point=output.point,
+        layer=output.layer,
+        operator=output.operator,
+        side=output.side,
         rows=len(captured),
+        ratio=0.0,
+        floor=0.0,
+        median=0.0,
+        excess=0.0,
+        nonfinite=int((known & ~finite).sum()),
+        fits=(),
+        covers=output.covers,
+        set_aside=output.set_aside + int((~known).sum()),
+        row_ratio=torch.zeros(len(captured)),
+        flat_rows=output.flat_rows[finite],
+    )
+    if not len(captured):
+        return judged
+    scale = _noise(output, exact, low, finite)
+    error, error_low = (captured - exact).double() / scale, (captured - low).double() / scale
+    ratio = row_ratios(error)
+    fits: list[Fit] = []
+    if len(captured) >= SYSTEMATIC_ROWS:
+        for direction in _directions(output, exact, scale, finite):
+            fits += fits_beyond(direction, error, error_low, z=SYSTEMATIC_Z)
+    judged = replace(
+        judged,
         ratio=quantile(ratio, 0.95),
-        floor=quantile(_worst_head((low - exact).double() / scale, heads), 0.95),
+        floor=quantile(row_ratios((low - exact).double() / scale), 0.95),
         median=quantile(ratio, 0.5),
         excess=float((ratio > EXCESS_RATIO).double().mean()),
-        nonfinite=nonfinite,
-        fits=_beyond_chance(common_fits(against_exact, against_low), len(captured)),
-        covers=covers,
-        set_aside=set_aside,
+        fits=tuple(sorted(fits, key=lambda f: -abs(f.z))[:_NAMED_FITS]),
         row_ratio=ratio,
-        flat_rows=flat_rows[finite],
     )
-    return replace(judged, error=captured - exact) if judged.convicted else judged
-
-
-def _noise(exact: torch.Tensor, low: torch.Tensor, unit: float, heads: int) -> torch.Tensor:
-    """Rounding's standard deviation by element ([row, channel]), each head having its own scale."""
-    parts = zip(exact.chunk(heads, 1), low.chunk(heads, 1), strict=True)
-    return torch.cat([rounding_noise(a, b, unit) for a, b in parts], 1)
-
-
-def _worst_head(error: torch.Tensor, heads: int) -> torch.Tensor:
-    """Row ratio of the worst head: an error in one head of many is not averaged away."""
-    return torch.stack([row_ratios(part) for part in error.chunk(heads, 1)]).amax(0)
+    return replace(judged, error=(captured - exact).flatten(1)) if judged.convicted else judged
 
 
 def quantile(values: torch.Tensor, q: float) -> float:
+    """Quantile of [n] values, 0 where there are none."""
     return float(values.double().quantile(q)) if len(values) else 0.0
 
 
-def _beyond_chance(fits: Sequence[Fit], rows: int) -> tuple[Fit, ...]:
-    if rows < SYSTEMATIC_ROWS:
-        return ()
-    beyond = [f for f in fits if abs(f.z) > SYSTEMATIC_Z and abs(f.coefficient) > SYSTEMATIC_SIZE]
-    return tuple(sorted(beyond, key=lambda f: -abs(f.z))[:5])
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten(1).isfinite().all(1)
+
+
+def _noise(
+    output: Output, exact: torch.Tensor, low: torch.Tensor, finite: torch.Tensor
+) -> torch.Tensor:
+    """Standard deviation of rounding by element, float64 [row, head, channel]."""
+    if output.noise is not None:
+        return _by_head(output.noise[finite]).double()
+    noise = rounding_noise(exact, low, unit_roundoff(output.dtype)) * order_freedom(output.dtype)
+    if output.variance is None:
+        return noise
+    return (noise.square() + _by_head(output.variance[finite])).sqrt()
+
+
+def _by_head(values: torch.Tensor) -> torch.Tensor:
+    """View [row, channel] as [row, 1, channel]."""
+    return values if values.ndim == 3 else values[:, None]
+
+
+def _directions(
+    output: Output, exact: torch.Tensor, scale: torch.Tensor, finite: torch.Tensor
+) -> list[Direction]:
+    found = []
+    gain = exact.double() / scale
+    # rounding the products with one weight is biased by up to half a unit roundoff
+    least = max(SYSTEMATIC_SIZE, unit_roundoff(output.dtype))
+    for by in output.gains:
+        if by == "all":
+            found.append(Direction(gain, SYSTEMATIC_SIZE, _over_all, lambda at: "gain"))
+        elif by == "head" and exact.shape[1] > 1:
+            found.append(
+                Direction(gain, SYSTEMATIC_SIZE, _over_channels, lambda at: f"head {at} gain")
+            )
+        elif by == "channel":
+            found.append(Direction(gain, least, _over_nothing, lambda at: f"channel {at} gain"))
+            typical = exact.double().square().mean(0, keepdim=True).sqrt() / scale
+            found.append(
+                Direction(typical, least, _over_nothing, lambda at: f"channel {at} offset")
+            )
+    for name, moved in output.directions.items():
+        scaled = _by_head(moved[finite]).double() / scale
+        found.append(Direction(scaled, SYSTEMATIC_SIZE, _over_all, _constant(name)))
+    return found
+
+
+def _constant(name: str) -> Callable[[int], str]:
+    return lambda at: name
+
+
+def _over_all(values: torch.Tensor) -> torch.Tensor:
+    return values.sum((1, 2))[:, None]
+
+
+def _over_channels(values: torch.Tensor) -> torch.Tensor:
+    return values.sum(2)
+
+
+def _over_nothing(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten(1)

@@ -13,6 +13,7 @@ import torch
 
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.residuals import unique_rows
 from layerbisect.bisect.side import Side, boundary
 from layerbisect.kernels.rounding import rounded
 
@@ -106,6 +107,7 @@ class LayerPoints:
         self._captured: dict[str, torch.Tensor | None] = {}
         self._computed: dict[tuple[str, Precision], torch.Tensor] = {}
         self._qkv: dict[Precision, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._distinct: dict[str, torch.Tensor] = {}
 
     def name(self, suffix: str) -> str:
         """Full name of the point; a layer's output is the next layer's input."""
@@ -167,6 +169,13 @@ class LayerPoints:
             for suffix in STEPS
             if (self.sparse or suffix not in routing) and self.captured(suffix) is not None
         ]
+
+    def distinct(self, suffix: str) -> torch.Tensor:
+        """Places (int64 [n]) with one of each set of rows that are equal at a point."""
+        if suffix not in self._distinct:
+            rows = self.side.fresh
+            self._distinct[suffix] = rows[unique_rows(self.get(suffix)[rows])]
+        return self._distinct[suffix]
 
     def qkv(self, precision: Precision) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute q, k and v ([flat, head, channel]) from the attention norm's output."""

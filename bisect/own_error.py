@@ -5,30 +5,25 @@ It needs no other engine, so it says which side is wrong, and where two are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.directions import directions_of
-from layerbisect.bisect.measure import EXCESS_RATIO, OwnError, measure, quantile
+from layerbisect.bisect.directions import directions_of, gains_of
+from layerbisect.bisect.measure import EXCESS_RATIO, Output, OwnError, measure, quantile
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.precision import Precision
 from layerbisect.bisect.qkv import part
+from layerbisect.bisect.reduction import reduction_variance
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import unique_rows, unit_roundoff
+from layerbisect.bisect.residuals import ONE_ROUNDING, unit_roundoff
 from layerbisect.bisect.side import Side
 
 TIE_MARGIN = 8.0
 """A route whose margin is below this many deviations of the router's noise may flip."""
 
 
-def own_errors(
-    model: ReferenceModel,
-    side: Side,
-    layers: Iterable[int],
-    progress: Callable[[], None] | None = None,
-) -> list[OwnError]:
+def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list[OwnError]:
     """Judge every visible operator of ``layers`` on ``side``, in the order of computation."""
     found: list[OwnError] = []
     for layer in layers:
@@ -38,68 +33,80 @@ def own_errors(
                 error = _judge_selection(points)
             else:
                 error = _judge(points, suffix)
-                if suffix in ("attn.q", "attn.k") and error.beyond_rounding:
+                if suffix in ("attn.q", "attn.k") and error.convicted and error.rows:
                     operator, why = part(points, suffix, error)
                     error = replace(error, operator=operator, parted=why)
             found.append(error)
-        if progress is not None:
-            progress()
     return found
 
 
 def _judge(points: LayerPoints, suffix: str) -> OwnError:
-    low = Precision.all_in(getattr(torch, points.side.dtype))
     captured = points.captured(suffix)
     assert captured is not None
-    fresh = torch.from_numpy(points.side.chains.fresh)
-    rows = torch.nonzero(fresh).squeeze(1)
-    rows, set_aside = _distinct(points, suffix, rows, low)
+    rows, set_aside = _observations(points, suffix)
     return measure(
-        point=points.name(suffix),
-        layer=points.layer,
-        operator=points.operator(suffix),
-        side=points.side.label,
-        captured=captured[rows],
-        exact=points.compute(suffix)[rows],
-        low=points.compute(suffix, low)[rows],
-        unit=unit_roundoff(points.side.dtype),
-        directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
-        covers=points.covers(suffix),
-        set_aside=set_aside,
-        flat_rows=rows,
+        Output(
+            point=points.name(suffix),
+            layer=points.layer,
+            operator=points.operator(suffix),
+            side=points.side.label,
+            dtype=points.side.dtype,
+            captured=captured[rows],
+            exact=points.compute(suffix)[rows],
+            low=points.compute(suffix, points.side.low)[rows],
+            flat_rows=rows,
+            covers=points.covers(suffix),
+            gains=gains_of(points, suffix),
+            directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
+            variance=reduction_variance(points, suffix, rows),
+            set_aside=set_aside,
+        )
     )
 
 
-def _distinct(
-    points: LayerPoints, suffix: str, rows: torch.Tensor, low: Precision
-) -> tuple[torch.Tensor, int]:
+def _observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:
     """Keep one row of each set with equal input, and set aside routes that are too close."""
     covers = points.covers(suffix)
-    if "attention" not in covers and "rope" not in covers:
-        inputs = points.get("mid" if suffix.startswith(("mlp", "output")) else "input")
-        rows = rows[unique_rows(inputs[rows])]
+    if "attention" in covers or "rope" in covers:
+        rows = points.side.fresh
+    else:
+        rows = points.distinct("mid" if suffix.startswith(("mlp", "output")) else "input")
     if "router" in covers and "experts" in covers:
-        sure = ~_may_flip(points, low)[rows]
+        sure = ~_may_flip(points)[rows]
         return rows[sure], int((~sure).sum())
     return rows, 0
 
 
-def _may_flip(points: LayerPoints, low: Precision) -> torch.Tensor:
+def _may_flip(points: LayerPoints) -> torch.Tensor:
+    """Say of each place (bool [flat]) whether rounding may choose another expert."""
     exact = points.get("mlp.router_logits")
-    noise = (points.get("mlp.router_logits", low) - exact).square().mean().sqrt()
-    top = exact.topk(min(points.model.config.top_k + 1, exact.shape[1]), dim=-1).values
-    return (top[:, -2] - top[:, -1]) < TIE_MARGIN * noise
+    chosen = points.model.config.top_k
+    if chosen == exact.shape[1]:
+        return torch.zeros(len(exact), dtype=torch.bool)
+    top = exact.topk(chosen + 1, dim=-1).values
+    low = points.get("mlp.router_logits", points.side.low)
+    return top[:, -2] - top[:, -1] <= TIE_MARGIN * _router_noise(points, exact, low)
+
+
+def _router_noise(points: LayerPoints, exact: torch.Tensor, low: torch.Tensor) -> float:
+    """Standard deviation of rounding in the router's logits: one rounding of them at least."""
+    unit = ONE_ROUNDING * unit_roundoff(points.side.dtype)
+    least = unit * exact.square().mean().sqrt()
+    return float(torch.maximum((low - exact).square().mean().sqrt(), least))
 
 
 def _judge_selection(points: LayerPoints) -> OwnError:
     """Check that the experts chosen are those with the largest router logits, up to near ties."""
     ids = points.captured("mlp.expert_ids")
     assert ids is not None
-    low = Precision.all_in(getattr(torch, points.side.dtype))
     logits = points.get("mlp.router_logits")
-    computed = points.compute("mlp.router_logits", low) - points.compute("mlp.router_logits")
-    noise = float(computed.square().mean().sqrt())
-    rows = torch.nonzero(torch.from_numpy(points.side.chains.fresh)).squeeze(1)
+    noise = _router_noise(
+        points,
+        points.compute("mlp.router_logits"),
+        points.compute("mlp.router_logits", points.side.low),
+    )
+    rows = points.side.fresh
+    rows = rows[logits[rows].isfinite().all(1)]
     logits, ids = logits[rows], ids[rows]
     valid = ((ids >= 0) & (ids < logits.shape[1])).all(1)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
@@ -107,7 +114,8 @@ def _judge_selection(points: LayerPoints) -> OwnError:
     worst_in = logits.masked_fill(~chosen, torch.inf).amin(1)
     best_out = logits.masked_fill(chosen, -torch.inf).amax(1)
     whole = chosen.sum(1) == points.model.config.top_k
-    ratio = ((best_out - worst_in) / max(noise, 1e-12)).clamp_min(0.0) / 2
+    # in excess where the better expert was ahead by more than a near tie
+    ratio = (best_out - worst_in).clamp_min(0.0) / noise * (EXCESS_RATIO / TIE_MARGIN)
     ratio = torch.where(valid & whole, ratio, torch.inf)
     return OwnError(
         point=points.name("mlp.expert_ids"),
@@ -118,7 +126,7 @@ def _judge_selection(points: LayerPoints) -> OwnError:
         ratio=quantile(ratio, 0.95),
         floor=0.0,
         median=quantile(ratio, 0.5),
-        excess=float((ratio > EXCESS_RATIO).double().mean()),
+        excess=float((ratio > EXCESS_RATIO).double().mean()) if len(ratio) else 0.0,
         nonfinite=0,
         fits=(),
         covers=points.covers("mlp.expert_ids"),

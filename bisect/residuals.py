@@ -1,6 +1,6 @@
-"""Judge an operator's error on identical input: its size by row, and its systematic part.
+"""Statistics of an operator's error on identical input: its noise, its size, its systematic part.
 
-Rounding is random and a bug is systematic. So the error is measured twice: as a multiple, row by
+Rounding is random and a bug is systematic. So an error is measured twice: as a multiple, row by
 row, of what the low-precision reference loses on the same input; and as the fit of directions that
 a bug would move the output in (a gain, an offset by channel, a wrong scale), over rows, where
 rounding averages away.
@@ -8,95 +8,60 @@ rounding averages away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 # prior weight, in channels, of the row's magnitude in the row's noise estimate
 _PRIOR_CHANNELS = 8.0
 _TINY = 1e-300
+ONE_ROUNDING = 0.4
+"""Root mean square error of one correct rounding, in unit roundoffs of the value."""
+ORDER_FREEDOM = 4.0
+"""How many times the error of one float32 computation may grow by summing in another order."""
 
 
 def rounding_noise(exact: torch.Tensor, low: torch.Tensor, unit: float) -> torch.Tensor:
     """Estimate rounding's standard deviation by element, as a row factor times a channel factor.
 
-    ``exact`` and ``low`` are the exact and the low-precision reference's outputs ([row, channel]);
-    ``unit`` is the dtype's unit roundoff: no channel is taken to be known much better than one
-    rounding of its typical value leaves it. Factoring keeps one massive channel or one massive row
-    from setting the scale of the rest.
+    ``exact`` and ``low`` are the exact and the low-precision reference's outputs, [row, channel] or
+    [row, head, channel] where each head has a scale of its own; ``unit`` is the dtype's unit
+    roundoff: no channel is taken to be known much better than one rounding of its typical value
+    leaves it. Factoring keeps one massive channel or one massive row from setting the scale of the
+    rest. Returns float64 of the same shape.
     """
     error = (low - exact).double().square()
     size = exact.double().square()
-    row_size = size.mean(1, keepdim=True).clamp_min(_TINY)
-    # one correct rounding leaves an rms error of about 0.4 unit roundoffs
-    floor = (0.4 * unit) ** 2 * (size / row_size).mean(0)
+    row_size = size.mean(-1, keepdim=True).clamp_min(_TINY)
+    floor = (ONE_ROUNDING * unit) ** 2 * (size / row_size).mean(0)
     channel = ((error / row_size).mean(0) + 0.01 * floor).clamp_min(_TINY)
-    row = (error / channel).mean(1, keepdim=True)
-    weight = exact.shape[1] / (exact.shape[1] + _PRIOR_CHANNELS)
-    row = weight * row + (1 - weight) * (row / row_size).median() * row_size
+    row = (error / channel).mean(-1, keepdim=True)
+    weight = exact.shape[-1] / (exact.shape[-1] + _PRIOR_CHANNELS)
+    typical = (row / row_size).median(0, keepdim=True).values
+    row = weight * row + (1 - weight) * typical * row_size
     return (row.clamp_min(_TINY) * channel).sqrt()
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How far a direction explains an error: its coefficient, that over its standard error."""
+def typical_square(values: torch.Tensor) -> torch.Tensor:
+    """Mean square by row times that by channel, the rows' sizes taken out: float64 [row, channel].
 
-    name: str
-    coefficient: float
-    z: float
-
-
-def row_ratios(scaled_error: torch.Tensor) -> torch.Tensor:
-    """Root mean square over channels of an error in standard deviations: [row]."""
-    return scaled_error.square().mean(1).sqrt()
-
-
-def fit(name: str, error: torch.Tensor, direction: torch.Tensor) -> Fit:
-    """Fit ``error`` [row, channel] = coefficient * ``direction``, rows being the observations.
-
-    The standard error is the one that holds when errors within a row depend on one another
-    (cluster-robust; Liang and Zeger 1986).
+    The size of what a sum was made from, where terms that cancel may have left a small sum.
     """
-    along = (error * direction).sum(1)
-    weight = direction.square().sum(1)
-    return _fits([name], along[:, None], weight[:, None])[0]
+    size = values.double().square()
+    row_size = size.mean(-1, keepdim=True).clamp_min(_TINY)
+    return row_size * (size / row_size).mean(0)
 
 
-def fit_each(names: Sequence[str], error: torch.Tensor, direction: torch.Tensor) -> tuple[Fit, ...]:
-    """Fit each channel of ``error`` [row, channel] by the same channel of ``direction``."""
-    return _fits(names, error * direction, direction.square())
+def order_freedom(dtype: str) -> float:
+    """Widen noise where an engine sums in the dtype of its results.
 
-
-def _fits(names: Sequence[str], along: torch.Tensor, weight: torch.Tensor) -> tuple[Fit, ...]:
-    total = weight.sum(0)
-    coefficient = along.sum(0) / total.clamp_min(_TINY)
-    spread = (along - coefficient * weight).square().sum(0).sqrt() / total.clamp_min(_TINY)
-    # a channel that one row alone determines is no observation of anything systematic
-    lone = weight.amax(0) > 0.5 * total
-    z = torch.where(lone | (total <= _TINY), 0.0, coefficient / spread.clamp_min(_TINY)).clamp(
-        -1e6, 1e6
-    )
-    return tuple(
-        Fit(name, float(c), float(t))
-        for name, c, t in zip(names, coefficient.tolist(), z.tolist(), strict=True)
-    )
-
-
-def common_fits(
-    against_exact: Mapping[str, Fit], against_low: Mapping[str, Fit]
-) -> tuple[Fit, ...]:
-    """Keep what neither precision explains: of each direction, the weaker of the two fits.
-
-    An engine may round as the low-precision reference does, or less. A table of cosines in
-    bfloat16, say, is systematic against the exact operator and not against the low-precision one.
+    Sums are kept in float32, so their error is far below bfloat16's and float16's rounding; but a
+    float32 result has the error of its sum, which grows with the number of terms that are added one
+    by one and shrinks where partial sums are added instead. Engines choose that freely.
     """
-    kept = []
-    for name, exact in against_exact.items():
-        low = against_low[name]
-        if exact.coefficient * low.coefficient > 0:
-            kept.append(min(exact, low, key=lambda f: abs(f.z)))
-    return tuple(kept)
+    return ORDER_FREEDOM if dtype == "float32" else 1.0
 
 
 def unit_roundoff(dtype: str) -> float:
@@ -105,10 +70,93 @@ def unit_roundoff(dtype: str) -> float:
     return float(torch.finfo(kind).eps) / 2
 
 
+def row_ratios(scaled_error: torch.Tensor) -> torch.Tensor:
+    """Root mean square over channels of an error in standard deviations: [row].
+
+    Of an error [row, head, channel] the worst head counts, so that an error in one head of many is
+    not averaged away.
+    """
+    by_group = scaled_error.square().mean(-1).sqrt()
+    return by_group if by_group.ndim == 1 else by_group.amax(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How far a direction explains an error: its coefficient, and how sure it is not zero.
+
+    ``z`` is the normal deviate that is as unlikely as the coefficient is by chance.
+    """
+
+    name: str
+    coefficient: float
+    z: float
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """Fits of one direction, all at once: rows are the observations.
+
+    ``moved`` [row, head, channel] is what the output moves by in units of its noise if an error of
+    one unit in that direction is present; a coefficient below ``least`` does not count; ``reduce``
+    sums [row, head, channel] to [row, fit]; ``name`` names a fit by its index.
+    """
+
+    moved: torch.Tensor
+    least: float
+    reduce: Callable[[torch.Tensor], torch.Tensor]
+    name: Callable[[int], str]
+
+
+def fits_beyond(
+    direction: Direction,
+    error: torch.Tensor,
+    error_low: torch.Tensor,
+    *,
+    z: float,
+) -> list[Fit]:
+    """Fit an error against both references, and return what neither of them explains.
+
+    ``error`` and ``error_low`` [row, head, channel] are the errors against the exact and the
+    low-precision reference in units of noise. An engine may round as the low-precision reference
+    does, or less: a table of cosines in bfloat16, say, is systematic against the exact operator and
+    not against the low-precision one. So of each direction the weaker fit counts, and its deviate
+    must be above ``z`` in absolute value.
+    """
+    weight = direction.reduce(direction.moved.square())
+    found: list[Fit] = []
+    exact = _fit(direction.reduce(error * direction.moved), weight)
+    beyond = (exact[1].abs() > z) & (exact[0].abs() > direction.least)
+    if not bool(beyond.any()):
+        return found
+    low = _fit(direction.reduce(error_low * direction.moved), weight)
+    beyond &= (low[1].abs() > z) & (low[0].abs() > direction.least) & (low[0] * exact[0] > 0)
+    for at in torch.nonzero(beyond).flatten().tolist():
+        coefficient, deviate = min((exact, low), key=lambda pair: abs(float(pair[1][at])))
+        found.append(Fit(direction.name(at), float(coefficient[at]), float(deviate[at])))
+    return found
+
+
+def _fit(along: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coefficients and normal deviates [fit] of regressions through zero over rows.
+
+    ``along`` and ``weight`` [row, fit] are the products of direction with error and with itself.
+    The standard error is the one that holds when errors within a row depend on one another
+    (cluster-robust; Liang and Zeger 1986). A few heavy rows can be all that determines a fit, so
+    its Student t has the degrees of freedom of the effective number of rows (Kish 1965), and is
+    turned into a normal deviate (Wallace 1959).
+    """
+    total = weight.sum(0).clamp_min(_TINY)
+    coefficient = along.sum(0) / total
+    spread = (along - coefficient * weight).square().sum(0).sqrt() / total
+    freedom = total.square() / weight.square().sum(0).clamp_min(_TINY) - 1
+    t = (coefficient / spread.clamp_min(_TINY)).clamp(-1e6, 1e6)
+    spare = freedom.clamp_min(1.0)
+    deviate = (8 * spare + 1) / (8 * spare + 3) * (spare * (t.square() / spare).log1p()).sqrt()
+    return coefficient, torch.where(freedom >= 1, deviate * t.sign(), 0.0)
+
+
 def unique_rows(values: torch.Tensor) -> torch.Tensor:
     """Index the first of each set of bitwise equal rows: equal input is one observation."""
-    import numpy as np
-
     raw = np.ascontiguousarray(values.flatten(1).cpu().numpy())
     view = raw.view(np.dtype((np.void, raw.shape[1] * raw.itemsize))).ravel()
     _, first = np.unique(view, return_index=True)

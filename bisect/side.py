@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from layerbisect.bisect.join import Chains
+from layerbisect.bisect.precision import Precision
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture
 
@@ -34,6 +35,22 @@ class Side:
     def dtype(self) -> str:
         """Name of the dtype in which the engine computed."""
         return self.capture.info.dtype
+
+    @property
+    def low(self) -> Precision:
+        """The low-precision reference of this side: every operator rounds as the engine does."""
+        return Precision.all_in(getattr(torch, self.dtype))
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """Places (int64 [n]) that no earlier sequence of the layout already had."""
+        return torch.nonzero(torch.from_numpy(self.chains.fresh)).squeeze(1)
+
+    @property
+    def reducing_ranks(self) -> int:
+        """How many ranks' partial sums are added behind row-parallel projections and experts."""
+        parallel = self.capture.info.parallel
+        return max(1, parallel.get("tp", 1), parallel.get("ep", 1))
 
     def has(self, point: str) -> bool:
         """Say whether every row of the layout has ``point``."""

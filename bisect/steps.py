@@ -23,8 +23,9 @@ class Steps:
     """A model's operators with their weights, in the order of computation.
 
     Every step takes tensors of any float dtype and returns the compute dtype; ``precision`` says
-    which kinds of operator round on the way. Layers are numbered from 0; a number out of range
-    raises ValueError.
+    which kinds of operator round on the way. One that rounds to float32 also computes in it, for an
+    engine's sums are then no more precise than its results. Layers are numbered from 0; a number
+    out of range raises ValueError.
     """
 
     def __init__(
@@ -84,14 +85,15 @@ class Steps:
         precision: Precision = FULL,
     ) -> torch.Tensor:
         """Apply the rotary embedding to [row, head, channel], or undo it."""
-        return rope(
-            self._in(x),
+        turned = rope(
+            self._in(x, precision.attention),
             positions,
             self._inv_freq,
             attention_scaling=self._rope_scaling,
             inverse=inverse,
             round_to=precision.attention,
         )
+        return self._in(turned)
 
     def qkv(
         self,
@@ -120,15 +122,17 @@ class Steps:
     ) -> torch.Tensor:
         """Attend within each sequence: the context [row, head, channel]."""
         self._require_layer(layer)
-        return attention(
-            self._in(q),
-            self._in(k),
-            self._in(v),
+        q, k, v = (self._in(x, precision.attention) for x in (q, k, v))
+        context = attention(
+            q,
+            k,
+            v,
             lengths,
             scale=self.config.head_dim**-0.5,
             sliding_window=self.config.sliding_windows[layer],
             round_to=precision.attention,
         )
+        return self._in(context)
 
     def attn_out(
         self, layer: int, context: torch.Tensor, *, precision: Precision = FULL
@@ -161,12 +165,12 @@ class Steps:
         """Choose experts: IDs int64 and weights [row, slot]. Raises ValueError in a dense layer."""
         self._require_sparse(layer)
         weights, ids = route(
-            self._in(logits),
+            self._in(logits, precision.router),
             self.config.top_k,
             renormalise=self.config.renormalise,
             round_to=precision.router,
         )
-        return ids, weights
+        return ids, self._in(weights)
 
     def mlp(
         self,
@@ -193,12 +197,13 @@ class Steps:
                 self._weights.get(self._name(layer, f"mlp.{part}_proj.weight"), precision.linear)
                 for part in ("gate", "up", "down")
             )
-            return swiglu_mlp(normed, gate, up, down, round_to=precision.linear)
+            normed = self._in(normed, precision.linear)
+            return self._in(swiglu_mlp(normed, gate, up, down, round_to=precision.linear))
         self._require_sparse(layer)
-        gate_up, down_all = self._weights.experts(layer, precision.experts)
-        return experts(
-            normed, ids.long(), self._in(weights), gate_up, down_all, round_to=precision.experts
-        )
+        round_to = precision.experts
+        gate_up, down_all = self._weights.experts(layer, round_to)
+        normed, weights = self._in(normed, round_to), self._in(weights, round_to)
+        return self._in(experts(normed, ids.long(), weights, gate_up, down_all, round_to=round_to))
 
     def final_norm(self, x: torch.Tensor, *, precision: Precision = FULL) -> torch.Tensor:
         """Normalise the stream [row, hidden] that leaves the last layer."""
@@ -209,7 +214,17 @@ class Steps:
     ) -> torch.Tensor:
         """Score ``targets`` int [row] from the final norm's output, in nats; nan where negative."""
         head = self._weights.head(precision.head)
-        return logprobs(self._in(normed), head, targets, round_to=precision.head)
+        return self._in(
+            logprobs(self._in(normed, precision.head), head, targets, round_to=precision.head)
+        )
+
+    def logits(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Score tokens ``start`` to ``stop`` from the final norm's output: [row, stop - start]."""
+        return linear(self._in(normed), self._weights.head()[start:stop])
+
+    def target_logit(self, normed: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logit [row] of one token a row, ``targets`` int [row]."""
+        return (self._in(normed) * self._in(self._weights.head()[targets])).sum(-1)
 
     def _name(self, layer: int, suffix: str) -> str:
         self._require_layer(layer)
@@ -219,12 +234,13 @@ class Steps:
         if not 0 <= layer < self.config.num_layers:
             raise ValueError(f"layer must lie in 0..{self.config.num_layers - 1}, got {layer}")
 
-    def _in(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.compute_dtype)
+    def _in(self, x: torch.Tensor, round_to: torch.dtype | None = None) -> torch.Tensor:
+        return x.to(round_to if round_to == torch.float32 else self.compute_dtype)
 
     def _norm(self, name: str, x: torch.Tensor, precision: Precision) -> torch.Tensor:
         weight = self._weights.get(name, precision.norm)
-        return rms_norm(self._in(x), weight, self.config.eps, round_to=precision.norm)
+        x = self._in(x, precision.norm)
+        return self._in(rms_norm(x, weight, self.config.eps, round_to=precision.norm))
 
     def _linear(
         self, layer: int, name: str, x: torch.Tensor, round_to: torch.dtype | None
@@ -233,7 +249,7 @@ class Steps:
         bias = None
         if self.config.attention_bias and name.startswith("self_attn."):
             bias = self._weights.get(self._name(layer, f"{name}.bias"), round_to)
-        return linear(self._in(x), weight, bias, round_to=round_to)
+        return self._in(linear(self._in(x, round_to), weight, bias, round_to=round_to))
 
     def _require_sparse(self, layer: int) -> None:
         self._require_layer(layer)
