@@ -93,3 +93,11 @@ def test_logits_of_some_rows_score_the_tokens_after_them() -> None:
     expected = torch.log_softmax(logits[[1, 0]], -1)[[0, 1], [1, 2]]
     assert np.allclose(scores.logprob, expected.numpy())
     assert list(pending) == [1] and pending[1][0] == 1
+
+
+def test_the_tail_of_a_large_vocabulary_counts() -> None:
+    logits = torch.full((2, 150_000), -16.5)
+    logits[:, 5] = 0.0
+    scores = logprobs_of(logits, np.array([5, 6]))
+    exact = torch.log_softmax(logits.double(), -1)[[0, 1], [5, 6]]
+    assert np.allclose(scores, exact.numpy(), rtol=0, atol=4e-6)
