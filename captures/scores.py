@@ -39,8 +39,8 @@ def logprobs_of(
         chunk = slice(start, start + step)
         picked = logits[chunk] if index is None else logits[index[chunk]]
         picked = picked.detach().float()
-        # log_softmax adds up one by one on a CPU, which rounds the tail of a large vocabulary always
-        # to one side (1e-5 nat, at worst 1e-4); a plain sum adds in pairs
+        # log_softmax adds up one by one on a CPU, which rounds the tail of a large vocabulary to
+        # one side (by 1e-5 nat, at worst 1e-4); a plain sum adds in pairs
         shifted = picked - picked.amax(-1, keepdim=True)
         chosen = shifted.gather(-1, target[chunk, None]).squeeze(-1)
         parts.append(chosen - shifted.exp_().sum(-1).log_())
