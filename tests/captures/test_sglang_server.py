@@ -145,6 +145,11 @@ def assert_agrees(engine: Capture, trainer: Capture, points: list[str]) -> None:
             assert np.isfinite(a).all(), point
 
 
+def given(answer: Answer) -> NDArray[np.float64]:
+    """The log-probs that the server answered, from the second token on."""
+    return np.array([*answer.prompt_logprobs[1:], *answer.output_logprobs], np.float64)
+
+
 def every_point(moe: bool) -> list[str]:
     return [p for p in select("all", LAYERS, moe) if p != "logprob"]
 
@@ -214,8 +219,7 @@ class TestOneProcess:
         order = np.argsort(scores.rows.position)
         assert scores.rows.position[order].tolist() == list(range(1, len(answer.tokens)))
         assert scores.rows.token[order].tolist() == answer.tokens[1:]
-        given = [*answer.prompt_logprobs[1:], *answer.output_logprobs]
-        assert scores.logprob[order].tolist() == given
+        assert scores.logprob[order].tolist() == given(answer).tolist()
         assert scores.keys.known.all()
 
     def test_scores_at_another_temperature_are_those_of_the_model(self, one: Running) -> None:
@@ -225,7 +229,7 @@ class TestOneProcess:
         scores = one.open("chosen-hot").scores
         drawn = scores.rows.position >= len(hot.prompt)
         assert scores.rows.token[drawn].tolist() == list(hot.output)
-        np.testing.assert_allclose(scores.logprob[drawn], replayed.prompt_logprobs[7:], atol=0.1)
+        np.testing.assert_allclose(scores.logprob[drawn], given(replayed)[6:], atol=0.1)
         assert np.abs(scores.logprob[drawn] - np.array(hot.output_logprobs)).max() > 0.1
 
     def test_requests_in_one_pass_are_told_apart(self, one: Running) -> None:
@@ -343,16 +347,17 @@ def test_a_broken_table_costs_its_points_alone(small_llama_dir: Path, tmp_path: 
     assert any("embed: ValueError: holds 39 rows in a pass of 40" in p for p in engine.problems)
     assert not any(engine.has(point).any() for point in broken)
     trained = trainer.scores.logprob[: len(PROMPT) - 1]
-    np.testing.assert_allclose(served.generated.prompt_logprobs[1:], trained, atol=0.2)
+    np.testing.assert_allclose(given(served.generated)[: len(PROMPT) - 1], trained, atol=0.2)
 
 
 def test_a_dense_model_on_two_processes(small_qwen3_dir: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "qwen3"
-    with sglang_server(small_qwen3_dir, capture=directory, points="all", tp=2) as server:
+    with sglang_server(small_qwen3_dir, capture=tmp_path / "qwen3", points="all", tp=2) as server:
         served = ask(server, "a")
         engine = server.captured()
-    sequences = [a.tokens for a in served.answers]
-    trainer = by_transformers(small_qwen3_dir, sequences, tmp_path / "trainer")
+    trainer = by_transformers(
+        small_qwen3_dir, [a.tokens for a in served.answers], tmp_path / "trainer"
+    )
     assert engine.problems == ()
     assert_agrees(engine, trainer, every_point(moe=False))
     assert_adds_up(engine)
+    assert engine.replica_findings == {}
