@@ -78,8 +78,8 @@ def taps(
         tap(r"model\.norm", f"layers.{num_layers - 1}.output", _residual_sum),
         tap(r"model\.norm", "final_norm", _out),
     )
-    # rows of other data-parallel groups, in no order that this process knows
-    hidden = (".mlp.", "mlp.out") if layout.mlp_gathers else ()
+    # rows in no order that this process knows
+    hidden = (".mlp.",) if layout.mlp_rows_differ else ()
     return tuple(t for t in whole if not any(part in t.point for part in hidden))
 
 

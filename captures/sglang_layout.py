@@ -14,7 +14,8 @@ class Layout:
     """This process's place among those that serve the model; sizes are counts of processes.
 
     ``attention_rank`` of ``attention_size`` processes share a row's heads; ``rank`` and ``world``
-    number every process that writes the capture.
+    number every process that writes the capture. ``tokens_travel`` says that tokens are sent to
+    the processes that hold their experts, and not every token to all.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Layout:
     heads: int
     kv_heads: int
     head_dim: int
+    tokens_travel: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -41,9 +43,9 @@ class Layout:
         }
 
     @property
-    def mlp_gathers(self) -> bool:
-        """Say whether the MLP works on the rows of several data-parallel groups at once."""
-        return self.attention_size != self.tensor_size
+    def mlp_rows_differ(self) -> bool:
+        """Say whether the MLP works on other rows than attention does: other groups', or a part."""
+        return self.attention_size != self.tensor_size or self.tokens_travel
 
     def partial(self, suffix: str) -> bool:
         """Say whether each rank holds only a part of the sum."""
@@ -84,4 +86,5 @@ def layout_of(runner: Any) -> Layout:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        tokens_travel=runner.server_args.moe_a2a_backend not in (None, "none"),
     )

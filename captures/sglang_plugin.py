@@ -11,8 +11,8 @@ Installed with layerbisect and inert until a variable names a directory::
 ``LAYERBISECT_LABEL``
     what to call this side; ``rollout`` where it is not set.
 
-Where ``SGLANG_PLATFORM`` names a platform of another package, SGLang leaves out every package with a
-platform of its own, and so this one.
+Where ``SGLANG_PLATFORM`` names a platform of another package, SGLang leaves out every other package
+that has a platform, and so this one.
 
 Nothing here raises into the engine or changes what it computes. Each process of a tensor-parallel
 server writes its own part, without talking to the others.

@@ -264,10 +264,10 @@ def break_taps() -> None:
     def fails(*call: Any) -> Any:
         raise RuntimeError("no such field")
 
-    def broken(layout: Any, layers: int, check: Callable[[Any], Any]) -> tuple[Tap, ...]:
+    def broken(layout: Any, num_layers: int, check: Callable[[Any], Any]) -> tuple[Tap, ...]:
         kept = [
             tap
-            for tap in whole(layout, layers, check)
+            for tap in whole(layout, num_layers, check)
             if tap.point not in ("embed", "final_norm") and not tap.point.endswith("attn.out")
         ]
         return (

@@ -62,9 +62,15 @@ def test_the_rest_is_whole_on_every_rank(point: str) -> None:
     assert not header.shards
 
 
-def test_the_mlp_is_not_observable_where_it_gathers_other_groups_rows() -> None:
-    mixed = layout(0, 4, attention_size=2, attention_rank=0, data_size=2)
-    shown = {t.point for t in taps(mixed, 2, lambda value: value)}
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(size=4, attention_size=2, attention_rank=0, data_size=2),
+        dict(size=2, tokens_travel=True),
+    ],
+)
+def test_the_mlp_is_not_observable_where_it_works_on_other_rows(more: dict[str, Any]) -> None:
+    shown = {t.point for t in taps(layout(**more), 2, lambda value: value)}
     assert "layers.{layer}.mid" in shown
     assert not any(".mlp." in point for point in shown)
 
