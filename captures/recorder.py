@@ -99,6 +99,7 @@ class Recorder:
         self._head_dim = head_dim
         self._header_of = header_of or (lambda point: TensorHeader(point.dims))
         self._handles: list[Any] = []
+        self._logged: set[str] = set()
         self._how: dict[str, How] = {}
         self._batch: Batch | None = None
         self._values: dict[str, torch.Tensor] = {}
@@ -252,7 +253,9 @@ class Recorder:
             yield
         except Exception as error:  # noqa: BLE001 - whatever our hook does, serving goes on
             message = f"{what}: {type(error).__name__}: {error}"
-            log.warning("layerbisect: %s", message)
+            if message not in self._logged:
+                self._logged.add(message)
+                log.warning("layerbisect: %s", message)
             try:
                 self.writer.error(message)
             except Exception:  # noqa: BLE001

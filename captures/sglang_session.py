@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,19 +46,6 @@ def guarded(what: str) -> Iterator[None]:
         log.error("layerbisect: %s: %s; serving goes on without capturing", what, error)
 
 
-class ServerWriter(CaptureWriter):
-    """A writer that goes on after it finished: whenever a server is idle its capture is whole."""
-
-    def reopen(self) -> None:
-        """Mark this rank's part as unfinished again, before the next pass is computed.
-
-        All ranks do so before any can answer a request, so that none looks finished meanwhile.
-        """
-        if self._manifest.finished:
-            self._manifest = replace(self._manifest, finished=False, passes=())
-            self._save_manifest()
-
-
 class Session:
     """What a process of the server captures: the hooks on SGLang call it."""
 
@@ -92,7 +78,7 @@ class Session:
             except LayerBisectError as error:
                 points, wrong = (), str(error)
             self._weights = weight_version(runner)
-            writer = ServerWriter(
+            writer = CaptureWriter(
                 self.directory,
                 info_of(runner, layout, label, points),
                 rank=layout.rank,
@@ -189,8 +175,7 @@ class Session:
                 "capture each into a directory of its own"
             )
             self._weights = version
-        if isinstance(recorder.writer, ServerWriter):
-            recorder.writer.reopen()
+        recorder.writer.reopen()
         recorder.begin(one.batch)
         self._pass, self._unsaved = one, True
 

@@ -218,6 +218,16 @@ class CaptureWriter:
             self._manifest = replace(self._manifest, errors=(*self._manifest.errors, message))
             self._save_manifest()
 
+    def reopen(self) -> None:
+        """Mark a finished part as unfinished again, before the next pass is computed.
+
+        A server never ends: whenever it is idle its capture is whole, and then it goes on. All
+        ranks reopen before any can answer a request, so that none looks finished meanwhile.
+        """
+        if self._manifest.finished:
+            self._manifest = replace(self._manifest, finished=False, passes=())
+            self._save_manifest()
+
     def finish(self) -> None:
         """List the passes and mark this rank's part as whole."""
         self._manifest = replace(self._manifest, finished=True, passes=tuple(self._passes))
