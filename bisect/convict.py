@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerbisect.bisect.measure import OwnError
+from layerbisect.bisect.measure import EXTREME_RATIO, OwnError
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit, RuledOut
+from layerbisect.bisect.weight_evidence import WEIGHTED, WeightEvidence
 from layerbisect.bisect.where import describe
 
 ALIKE = 0.5
@@ -18,6 +19,11 @@ ALIKE = 0.5
 EVERYWHERE = 0.5
 """A fault in more than this share of the layers is one fault of the whole side."""
 EVERYWHERE_LAYERS = 3
+WEIGHTED_POINTS = 3
+"""So many points of a layer that follow from weights, wrong everywhere: the weights are wrong."""
+
+Shares = Mapping[int | None, float | None]
+"""Each layer's share of the squared gap; None is what comes after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +38,20 @@ class Findings:
 def convict(
     errors: Mapping[str, Sequence[OwnError]],
     sides: tuple[Side, Side],
-    shares: Mapping[int | None, float | None],
+    shares: Shares,
+    weights: WeightEvidence,
 ) -> Findings:
     """Name the culprits among both sides' own errors.
 
-    ``shares`` maps a layer, or None for the head and what else belongs to no layer, to its share of
-    the gap. An operator that errs alike on both sides is set apart.
+    An operator that errs alike on both sides is set apart.
     """
-    by_label = {side.label: side for side in sides}
-    convicted = {label: [e for e in found if e.convicted] for label, found in errors.items()}
-    first, second = (convicted[side.label] for side in sides)
+    first, second = ([e for e in errors[side.label] if e.convicted] for side in sides)
     alike = [e for e in first if any(_alike(e, other) for other in second)]
     alike_points = {e.point for e in alike}
     culprits: list[Culprit] = []
-    for label, found in convicted.items():
+    for side, found in zip(sides, (first, second), strict=True):
         own = [e for e in found if e.point not in alike_points]
-        total_layers = len({e.layer for e in errors[label]} - {None})
-        culprits += _culprits(own, by_label[label], shares, total_layers)
+        culprits += _SideCulprits(errors[side.label], side, shares, weights).name(own)
     culprits = _both_sides(culprits)
     culprits.sort(key=lambda c: (-(c.share_of_gap or 0.0), -c.own_error))
     ruled_out = [
@@ -62,67 +65,177 @@ def convict(
     return Findings(tuple(culprits), tuple(alike), tuple(ruled_out))
 
 
+def is_everywhere(count: int, total: int) -> bool:
+    """Whether so many of the layers are most of them."""
+    return count >= EVERYWHERE_LAYERS and count > EVERYWHERE * total
+
+
 def _alike(a: OwnError, b: OwnError) -> bool:
     if a.point != b.point or a.error is None or b.error is None:
         return False
-    common, at_a, at_b = _intersect(a.flat_rows, b.flat_rows)
-    if not common or a.error.shape[1] != b.error.shape[1]:
+    place = {row: i for i, row in enumerate(b.flat_rows.tolist())}
+    pairs = [(i, place[row]) for i, row in enumerate(a.flat_rows.tolist()) if row in place]
+    if not pairs or a.error.shape[1] != b.error.shape[1]:
         return False
-    ours, theirs = a.error[at_a], b.error[at_b]
+    at_a, at_b = zip(*pairs, strict=True)
+    ours, theirs = a.error[list(at_a)], b.error[list(at_b)]
     size = torch.maximum(ours.square().mean(), theirs.square().mean()).sqrt()
     return bool((ours - theirs).square().mean().sqrt() < ALIKE * size)
 
 
-def _intersect(a: torch.Tensor, b: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    place = {int(row): i for i, row in enumerate(b.tolist())}
-    pairs = [(i, place[row]) for i, row in enumerate(a.tolist()) if row in place]
-    if not pairs:
-        return 0, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    at_a, at_b = zip(*pairs, strict=True)
-    return len(pairs), torch.tensor(at_a), torch.tensor(at_b)
+class _SideCulprits:
+    """Makes culprits of one side's errors."""
 
+    def __init__(
+        self, judged: Sequence[OwnError], side: Side, shares: Shares, weights: WeightEvidence
+    ) -> None:
+        self.side = side
+        self.shares = shares
+        self.weights = weights
+        self.layers = len({e.layer for e in judged} - {None})
 
-def _culprits(
-    found: Iterable[OwnError],
-    side: Side,
-    shares: Mapping[int | None, float | None],
-    total_layers: int,
-) -> list[Culprit]:
-    merged: dict[tuple[int | None, str | None], list[OwnError]] = defaultdict(list)
-    for error in found:
-        operator = error.operator if len(error.covers) == 1 or error.parted else None
-        merged[error.layer, operator].append(error)
-    culprits = [
-        _culprit(layer, operator, group, side, shares)
-        for (layer, operator), group in merged.items()
-    ]
-    return _collapse(culprits, total_layers)
+    def name(self, found: Sequence[OwnError]) -> list[Culprit]:
+        """Group errors into one culprit a fault."""
+        by_weights = self._weights(found)
+        rest = [e for e in found if e not in by_weights]
+        culprits = [self._culprit(group) for group in self._grouped(rest)]
+        if by_weights or self._stale(found):
+            culprits.append(self._weights_culprit(by_weights))
+        return culprits
 
-
-def _culprit(
-    layer: int | None,
-    operator: str | None,
-    group: Sequence[OwnError],
-    side: Side,
-    shares: Mapping[int | None, float | None],
-) -> Culprit:
-    worst = max(group, key=lambda e: e.strength)
-    evidence = [sentence for error in group for sentence in _evidence(error)]
-    if operator is None:
-        evidence.append(
-            "points between are not captured: it may be any of " + ", ".join(worst.covers)
+    def _stale(self, found: Iterable[OwnError]) -> bool:
+        """Whether fingerprints convict the weights as such, and not just one operator's."""
+        owners = self.weights.owners(self.side.label)
+        explained = {(e.layer, e.operator) for e in found}
+        # a stretch of several operators holds all weights of its layer
+        whole = {e.layer for e in found if len(e.covers) > 1 and not e.parted}
+        return len({layer for layer, _ in owners}) > 1 or any(
+            o not in explained and o[0] not in whole for o in owners
         )
-    return Culprit(
-        layer=layer,
-        point=group[0].point,
-        operator=operator,
-        side=side.label,
-        share_of_gap=shares.get(layer),
-        own_error=worst.ratio,
-        floor=worst.floor,
-        where=describe(worst, side),
-        evidence=tuple(evidence),
-    )
+
+    def _weights(self, found: Sequence[OwnError]) -> list[OwnError]:
+        """Errors that other weights explain: of those fingerprinted, or because they are all over.
+
+        Without fingerprints one wrong setting has to be told from wrong weights: it shows at one or
+        two points of a layer, and weights at all that follow from them.
+        """
+        holding = [e for e in found if set(e.covers) & WEIGHTED]
+        if self._stale(found):
+            owners = self.weights.owners(self.side.label)
+            layers = {layer for layer, _ in owners}
+            return [
+                e
+                for e in holding
+                if (e.layer, e.operator) in owners or (len(e.covers) > 1 and e.layer in layers)
+            ]
+        layers_of: dict[str, set[int]] = defaultdict(set)
+        for e in holding:
+            if e.layer is not None and e.operator in WEIGHTED:
+                layers_of[e.point.split(".", 2)[2]].add(e.layer)
+        wrong = {s for s, at in layers_of.items() if is_everywhere(len(at), self.layers)}
+        return holding if len(wrong) >= WEIGHTED_POINTS else []
+
+    def _grouped(self, found: Sequence[OwnError]) -> list[list[OwnError]]:
+        """One group an operator that errs in most layers, and else one a place in a layer."""
+        by_operator: dict[str | None, list[OwnError]] = defaultdict(list)
+        for error in found:
+            by_operator[_operator(error)].append(error)
+        groups: list[list[OwnError]] = []
+        for errors in by_operator.values():
+            if is_everywhere(len({e.layer for e in errors} - {None}), self.layers):
+                groups.append(errors)
+                continue
+            by_place: dict[tuple[int | None, str], list[OwnError]] = defaultdict(list)
+            for error in errors:
+                by_place[error.layer, _place(error.point)].append(error)
+            groups += by_place.values()
+        return groups
+
+    def _culprit(self, group: Sequence[OwnError]) -> Culprit:
+        worst = max(group, key=lambda e: e.strength)
+        layers = sorted({e.layer for e in group if e.layer is not None})
+        operator = _operator(worst)
+        one = len(layers) <= 1
+        shown = group if one else [worst]
+        evidence = [sentence for error in shown for sentence in _evidence(error)]
+        if operator is None:
+            evidence.append(
+                "points between are not captured: it may be any of " + ", ".join(worst.covers)
+            )
+        different = [
+            n
+            for n in self.weights.different[self.side.label]
+            if any(f".layers.{layer}." in n for layer in layers) or not layers
+        ]
+        if different and operator in (*WEIGHTED, None):
+            evidence.append(
+                "its weights differ from the model directory: " + ", ".join(different[:3])
+            )
+        return Culprit(
+            layer=worst.layer if one else None,
+            point=group[0].point if one else _every_layer(worst.point),
+            operator=operator,
+            side=self.side.label,
+            share_of_gap=self._share(layers or [None]),
+            own_error=worst.ratio,
+            floor=worst.floor,
+            where=describe(worst, self.side)
+            if one
+            else f"{len(layers)} of {self.layers} layers, {layers[0]} the first",
+            evidence=tuple(evidence),
+        )
+
+    def _weights_culprit(self, group: Sequence[OwnError]) -> Culprit:
+        label = self.side.label
+        names = [n for n in self.weights.different[label] if n not in self.weights.shared]
+        layers = {layer for layer, _ in self.weights.owners(label)} | {e.layer for e in group}
+        evidence = []
+        if names:
+            evidence.append(
+                f"{len(names)} of {self.weights.compared[label]} tensors compared differ from the "
+                f"model directory, such as {names[0]}: stale, or loaded wrongly"
+            )
+        else:
+            evidence.append(
+                f"operators that hold weights err in {len(layers - {None})} of {self.layers} "
+                "layers: this side does not run the weights of the model directory (stale, loaded "
+                "wrongly, or quantized)"
+            )
+        worst = max(group, key=lambda e: e.strength, default=None)
+        if worst is None:
+            evidence.append("no operator errs beyond rounding by it")
+        else:
+            evidence += _evidence(worst)
+        layer = next(iter(layers)) if len(layers) == 1 else None
+        return Culprit(
+            layer=layer,
+            point="layers.*" if layer is None else f"layers.{layer}",
+            operator="weights",
+            side=label,
+            share_of_gap=self._share(sorted(layers, key=lambda n: -1 if n is None else n)),
+            own_error=worst.ratio if worst else float("nan"),
+            floor=worst.floor if worst else float("nan"),
+            where=f"{len(layers - {None})} of {self.layers} layers",
+            evidence=tuple(evidence),
+        )
+
+    def _share(self, layers: Sequence[int | None]) -> float | None:
+        known = [s for layer in layers if (s := self.shares.get(layer)) is not None]
+        return sum(known) if known else None
+
+
+def _operator(error: OwnError) -> str | None:
+    return error.operator if len(error.covers) == 1 or error.parted else None
+
+
+def _place(point: str) -> str:
+    """Where in a layer a point is; queries, keys and values are made in one place."""
+    suffix = point.split(".", 2)[-1]
+    return "attn.qkv" if suffix in ("attn.q", "attn.k", "attn.v") else suffix
+
+
+def _every_layer(point: str) -> str:
+    return "layers.*." + point.split(".", 2)[2]
 
 
 def _evidence(error: OwnError) -> list[str]:
@@ -135,6 +248,11 @@ def _evidence(error: OwnError) -> list[str]:
             f"95th percentile of {error.rows} rows ({error.floor:.1f}x for the low-precision "
             f"reference); {error.excess:.1%} of rows in excess"
         )
+    elif error.extreme:
+        lines.append(
+            f"{error.point}: {error.extreme} of {error.rows} rows err more than "
+            f"{EXTREME_RATIO:.0f}x rounding, {float(error.row_ratio.max()):.0f}x the worst"
+        )
     for f in error.fits[:3]:
         lines.append(
             f"{error.point}: systematic, {f.name} {f.coefficient:+.4g} "
@@ -142,62 +260,11 @@ def _evidence(error: OwnError) -> list[str]:
         )
     lines += [f"{error.point}: {error.parted}"] if error.parted else []
     if error.set_aside:
-        lines.append(f"{error.point}: {error.set_aside} rows with a near tie in routing set aside")
-    return lines
-
-
-def _collapse(culprits: list[Culprit], total_layers: int) -> list[Culprit]:
-    """Make one culprit of what errs in most layers: a wrong setting, or stale weights."""
-    layered = [c for c in culprits if c.layer is not None]
-    kept = [c for c in culprits if c.layer is None]
-    weighted = {c.layer for c in layered if c.operator in ("linear", "experts", "router", None)}
-    if _is_everywhere(len(weighted), total_layers) and len({c.operator for c in layered}) > 1:
-        worst = max(layered, key=lambda c: c.own_error)
-        return [
-            replace(
-                worst,
-                layer=None,
-                point="layers.*",
-                operator="weights",
-                share_of_gap=_sum_shares(layered),
-                where=f"{len(weighted)} of {total_layers} layers",
-                evidence=(
-                    f"operators that hold weights err in {len(weighted)} of {total_layers} layers: "
-                    "this side does not run the weights of the model directory (stale, or loaded "
-                    "wrongly)",
-                    *worst.evidence,
-                ),
-            )
-        ]
-    by_operator: dict[str | None, list[Culprit]] = defaultdict(list)
-    for culprit in layered:
-        by_operator[culprit.operator].append(culprit)
-    for operator, group in by_operator.items():
-        if not _is_everywhere(len(group), total_layers):
-            kept += group
-            continue
-        worst = max(group, key=lambda c: c.own_error)
-        layers = sorted(c.layer for c in group if c.layer is not None)
-        kept.append(
-            replace(
-                worst,
-                layer=None,
-                point=worst.point.replace(f"layers.{worst.layer}.", "layers.*."),
-                operator=operator,
-                share_of_gap=_sum_shares(group),
-                where=f"{len(layers)} of {total_layers} layers, {layers[0]} the first",
-            )
+        lines.append(
+            f"{error.point}: {error.set_aside} rows set aside (a near tie in routing, or an input "
+            "that is not finite)"
         )
-    return kept
-
-
-def _is_everywhere(count: int, total: int) -> bool:
-    return count >= EVERYWHERE_LAYERS and count > EVERYWHERE * total
-
-
-def _sum_shares(group: Sequence[Culprit]) -> float | None:
-    by_layer = {c.layer: c.share_of_gap for c in group if c.share_of_gap is not None}
-    return sum(by_layer.values()) if by_layer else None
+    return lines
 
 
 def _both_sides(culprits: Sequence[Culprit]) -> list[Culprit]:

@@ -2,114 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
 
-from layerbisect.bisect.join import repeats
-from layerbisect.bisect.metrics import score_gap
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side, boundary
-from layerbisect.bisect.verdict import Gap
+from layerbisect.bisect.verdict import PointDifference
 from layerbisect.captures.errors import LayerBisectError, ModelDirectoryError
-from layerbisect.captures.fingerprint import fingerprint
+from layerbisect.captures.points import all_points, parse
 from layerbisect.captures.store import Capture
 
 MIN_ROWS = 16
-"""Fewer joined rows than this are too few to judge."""
+"""Fewer rows than this are too few to judge."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""What the reference can round as."""
 
 # the reference's name for a setting, and the checkpoint configuration's
 _SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "vocab": "vocab_size",
+    "num_layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "vocab": ("vocab_size",),
+    "experts": ("num_experts", "num_local_experts"),
 }
+
+
+def check_dtype(capture: Capture) -> None:
+    """Raise LayerBisectError for a dtype whose rounding the reference does not know."""
+    if capture.info.dtype not in DTYPES:
+        raise LayerBisectError(
+            f"{capture.directory} was computed in {capture.info.dtype}, and the reference knows "
+            f"only {', '.join(DTYPES)}; capture a run in one of them"
+        )
 
 
 def check_same_model(rollout: Capture, trainer: Capture) -> None:
     """Raise LayerBisectError when the captures are of models of different shapes."""
-    for name in _SIZES.values():
-        a, b = (c.info.model_config.get(name) for c in (rollout, trainer))
-        if a is not None and b is not None and a != b:
+    sizes = [_sizes(capture) for capture in (rollout, trainer)]
+    for name, ours in sizes[0].items():
+        theirs = sizes[1].get(name, ours)
+        if ours != theirs:
             raise LayerBisectError(
-                f"the captures are of different models: {name} is {a} in {rollout.directory} and "
-                f"{b} in {trainer.directory}"
+                f"the captures are of different models: {name} is {ours} in {rollout.directory} "
+                f"and {theirs} in {trainer.directory}"
             )
-    if rollout.info.num_layers != trainer.info.num_layers:
-        raise LayerBisectError(
-            f"the captures are of different models: {rollout.info.num_layers} layers in "
-            f"{rollout.directory} and {trainer.info.num_layers} in {trainer.directory}"
-        )
+    ours_of, theirs_of = (_shapes(capture) for capture in (rollout, trainer))
+    for suffix in ours_of.keys() & theirs_of.keys():
+        (name, mine), (other, yours) = ours_of[suffix], theirs_of[suffix]
+        if mine != yours:
+            raise LayerBisectError(
+                f"the captures are of different models: a row of {name} has shape {list(mine)} in "
+                f"{rollout.directory}, and one of {other} {list(yours)} in {trainer.directory}"
+            )
 
 
 def check_model_fits(model: ReferenceModel, directory: object, capture: Capture) -> None:
     """Raise ModelDirectoryError when the model directory is not of the captured model's shape."""
-    for ours, theirs in _SIZES.items():
-        captured = capture.info.model_config.get(theirs)
-        if captured is not None and captured != getattr(model.config, ours):
+    for name, captured in _sizes(capture).items():
+        ours = next(key for key, names in _SIZES.items() if name in names)
+        if captured != getattr(model.config, ours):
             raise ModelDirectoryError(
-                f"the model directory does not fit: {theirs} is {getattr(model.config, ours)} in "
+                f"the model directory does not fit: {name} is {getattr(model.config, ours)} in "
                 f"{directory} and {captured} in {capture.directory}; give the checkpoint that was "
                 "captured"
             )
-    name = next((n for n in capture.points if n.endswith((".input", ".output", "embed"))), None)
-    if name is not None and capture.has(name).any():
-        first = np.flatnonzero(capture.has(name))[:1]
-        width = capture.read(name, first).shape[1]
-        if width != model.config.hidden:
+    dims = _dims(model)
+    for name, shape in _shapes(capture).values():
+        expected = tuple(dims[dim] for dim in parse(name).dims[1:])
+        if shape != expected:
             raise ModelDirectoryError(
-                f"the model directory does not fit: hidden size is {model.config.hidden} in "
-                f"{directory} and {name} has {width} channels in {capture.directory}"
+                f"the model directory does not fit: a row of {name} has shape {list(shape)} in "
+                f"{capture.directory}, and {directory} makes it {list(expected)}; give the "
+                "checkpoint that was captured"
             )
+    highest = int(capture.rows.token.max())
+    if highest >= model.config.vocab:
+        raise ModelDirectoryError(
+            f"the model directory does not fit: {capture.directory} holds the token {highest}, and "
+            f"{directory} has a vocabulary of {model.config.vocab}"
+        )
 
 
-def different_weights(model: ReferenceModel, side: Side) -> tuple[list[str], int]:
-    """Compare the captured fingerprints with the model directory's tensors.
+def too_little(rows: int, usable: int, points: int) -> list[str]:
+    """Say what there is too little of to judge: joined rows, whole sequences, common points."""
+    reasons = []
+    if rows < MIN_ROWS:
+        reasons.append(
+            f"only {rows} rows are in both captures, and at least {MIN_ROWS} are needed; "
+            "capture more tokens"
+        )
+    elif usable < MIN_ROWS:
+        reasons.append(
+            f"only {usable} of the {rows} rows in both captures have all rows before them in both, "
+            f"and at least {MIN_ROWS} are needed; capture whole sequences "
+            "(flush the prefix cache first)"
+        )
+    if not points:
+        reasons.append("the captures have no point in common; capture the same points")
+    return reasons
 
-    Returns the names of those that differ, and how many were compared.
-    """
-    names = set(model.tensor_names())
-    dtype = getattr(torch, side.dtype)
-    different = []
-    compared = 0
-    for name, digest in side.capture.info.fingerprints.items():
-        if name not in names:
-            continue
-        compared += 1
-        stored = model.tensor(name)
-        # an engine casts a float32 checkpoint on loading, and may keep norms as they are stored
-        if digest not in (fingerprint(stored), fingerprint(stored.to(dtype))):
-            different.append(name)
-    return sorted(different), compared
 
-
-def missing_boundaries(side: Side, num_layers: int) -> list[str]:
-    """Name the layer boundaries that this capture was to hold and does not."""
+def missing_boundaries(side: Side, num_layers: int) -> str | None:
+    """Say which layer boundaries a capture was to hold and does not."""
     wanted = set(side.capture.info.points)
-    return [
+    missing = [
         name
         for layer in range(num_layers + 1)
         if (name := boundary(layer, num_layers)) in wanted and not side.has(name)
     ]
-
-
-def repeat_gap(capture: Capture) -> Gap | None:
-    """Measure an engine against itself: log-probs of tokens that the capture holds repeatedly."""
-    first, again = repeats(capture.scores.keys)
-    if not len(first):
+    if not missing:
         return None
-    return score_gap(capture.scores.logprob[first], capture.scores.logprob[again])
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    return (
+        f"{side.label} was to hold {missing[0]} and does not{more}; "
+        f"see `layerbisect show {side.capture.directory}` for why"
+    )
 
 
-def model_does_not_fit(alike: Sequence[object], judged: int) -> str | None:
-    """Say, in a sentence, when both sides differ from the model directory in the same way."""
-    if judged and len(alike) > judged / 2:
-        return (
-            f"both sides differ from the model directory in the same way, in {len(alike)} of "
-            f"{judged} operators: it does not hold the weights or the settings that they ran; "
-            "give --model the checkpoint in use"
-        )
+def nonfinite(sides: tuple[Side, Side], differences: Iterable[PointDifference]) -> str | None:
+    """Name the first point, in the order of computation, that is not finite on a side."""
+    compared = {difference.point: difference.nonfinite for difference in differences}
+    info = sides[0].capture.info
+    for name in all_points(info.num_layers, info.moe_layers):
+        # a row of logits may be padded with minus infinity; an ID is always finite
+        if compared.get(name) == 0 or name == "logits" or name.endswith("expert_ids"):
+            continue
+        bad = {side.label: count for side in sides if (count := _nonfinite_rows(side, name))}
+        if bad:
+            owners = " and ".join(f"{count} rows of {label}" for label, count in bad.items())
+            return (
+                f"{name} holds NaN or infinity in {owners}, and is the first point that does; "
+                "nothing after it can be judged"
+            )
     return None
+
+
+def _nonfinite_rows(side: Side, name: str) -> int:
+    if name not in side.capture.points:
+        return 0
+    rows = np.unique(side.index)
+    rows = rows[side.capture.has(name)[rows]]
+    if not len(rows):
+        return 0
+    values = side.capture.read(name, rows)
+    return int((~np.isfinite(values).reshape(len(rows), -1).all(1)).sum())
+
+
+def _sizes(capture: Capture) -> dict[str, int]:
+    """What a capture says of its model's sizes, by the names of config.json."""
+    config = capture.info.model_config
+    given = {name: config.get(name) for names in _SIZES.values() for name in names}
+    given["num_hidden_layers"] = capture.info.num_layers
+    return {name: value for name, value in given.items() if isinstance(value, int)}
+
+
+def _shapes(capture: Capture) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of each kind of point one that the capture holds, with the shape of its rows."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name in capture.points:
+        suffix = parse(name).suffix
+        if suffix in found or suffix in ("logits", "logprob"):
+            continue
+        held = np.flatnonzero(capture.has(name))
+        if len(held):
+            found[suffix] = name, capture.read(name, held[:1]).shape[1:]
+    return found
+
+
+def _dims(model: ReferenceModel) -> Mapping[str, int]:
+    config = model.config
+    return {
+        "hidden": config.hidden,
+        "head": config.heads,
+        "kv_head": config.kv_heads,
+        "channel": config.head_dim,
+        "expert": config.experts,
+        "slot": config.top_k,
+    }

@@ -22,6 +22,8 @@ EXCESS_RATIO = 4.0
 """A row whose error is this many times the low-precision reference's is in excess."""
 EXCESS_SHARE = 0.01
 EXCESS_ROWS = 3
+EXTREME_RATIO = 32.0
+"""No rounding makes a row's error this many times the reference's: one such row is enough."""
 MEDIAN_RATIO = 2.0
 SYSTEMATIC_Z = 8.0
 SYSTEMATIC_SIZE = 1e-3
@@ -34,7 +36,7 @@ _NAMED_FITS = 5
 By = Literal["all", "head", "channel"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OwnError:
     """One operator's own error on one side.
 
@@ -69,7 +71,15 @@ class OwnError:
     @property
     def convicted(self) -> bool:
         """Whether the error is beyond what rounding explains."""
-        return bool(self.nonfinite or self.beyond_rounding or self.fits)
+        return bool(self.nonfinite or self.beyond_rounding or self.extreme or self.fits)
+
+    @property
+    def extreme(self) -> int:
+        """Count rows that are so far off that each of them convicts."""
+        # how near a tie in routing is too near is itself an estimate
+        if "router" in self.covers and "experts" in self.covers:
+            return 0
+        return int((self.row_ratio > EXTREME_RATIO).sum())
 
     @property
     def beyond_rounding(self) -> bool:
@@ -82,7 +92,8 @@ class OwnError:
         """Order convictions: how many times beyond its threshold the error is."""
         by_size = max(self.median / MEDIAN_RATIO, self.ratio / EXCESS_RATIO)
         by_fit = max((abs(f.z) / SYSTEMATIC_Z for f in self.fits), default=0.0)
-        return max(by_size, min(by_fit, 10.0), 1e3 if self.nonfinite else 0.0)
+        by_row = float(self.row_ratio.max()) / EXTREME_RATIO if self.extreme else 0.0
+        return max(by_size, min(by_row, 10.0), min(by_fit, 10.0), 1e3 if self.nonfinite else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

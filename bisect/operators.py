@@ -125,7 +125,12 @@ class LayerPoints:
     def get(self, suffix: str, precision: Precision = FULL) -> torch.Tensor:
         """Return the captured point, or what follows from the last captured ones before it."""
         captured = self.captured(suffix)
-        return captured if captured is not None else self.compute(suffix, precision)
+        if captured is None:
+            return self.compute(suffix, precision)
+        if suffix == "mlp.expert_ids":
+            # what is no expert computes nothing
+            return torch.where(self.routed(captured)[:, None], captured, -1)
+        return captured
 
     def compute(self, suffix: str, precision: Precision = FULL) -> torch.Tensor:
         """Compute a point by the reference from its inputs."""
@@ -176,6 +181,10 @@ class LayerPoints:
             rows = self.side.fresh
             self._distinct[suffix] = rows[unique_rows(self.get(suffix)[rows])]
         return self._distinct[suffix]
+
+    def routed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Say of each row of IDs (int64 [row, slot]) whether all are experts: bool [row]."""
+        return ((ids >= 0) & (ids < self.model.config.experts)).all(1)
 
     def qkv(self, precision: Precision) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute q, k and v ([flat, head, channel]) from the attention norm's output."""

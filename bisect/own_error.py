@@ -22,6 +22,8 @@ from layerbisect.bisect.side import Side
 TIE_MARGIN = 8.0
 """A route whose margin is below this many deviations of the router's noise may flip."""
 
+_INVALID = 1e6
+
 
 def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list[OwnError]:
     """Judge every visible operator of ``layers`` on ``side``, in the order of computation."""
@@ -71,6 +73,9 @@ def _observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:
         rows = points.side.fresh
     else:
         rows = points.distinct("mid" if suffix.startswith(("mlp", "output")) else "input")
+    ids = points.captured("mlp.expert_ids") if suffix.startswith("mlp") and points.sparse else None
+    if ids is not None:
+        rows = rows[points.routed(ids[rows])]
     if "router" in covers and "experts" in covers:
         sure = ~_may_flip(points)[rows]
         return rows[sure], int((~sure).sum())
@@ -90,34 +95,30 @@ def _may_flip(points: LayerPoints) -> torch.Tensor:
 
 def _router_noise(points: LayerPoints, exact: torch.Tensor, low: torch.Tensor) -> float:
     """Standard deviation of rounding in the router's logits: one rounding of them at least."""
-    unit = ONE_ROUNDING * unit_roundoff(points.side.dtype)
-    least = unit * exact.square().mean().sqrt()
-    return float(torch.maximum((low - exact).square().mean().sqrt(), least))
+    whole = (exact.isfinite() & low.isfinite()).all(1)
+    least = ONE_ROUNDING * unit_roundoff(points.side.dtype) * exact[whole].square().mean().sqrt()
+    return float(torch.maximum((low - exact)[whole].square().mean().sqrt(), least))
 
 
 def _judge_selection(points: LayerPoints) -> OwnError:
     """Check that the experts chosen are those with the largest router logits, up to near ties."""
-    ids = points.captured("mlp.expert_ids")
-    assert ids is not None
+    captured = points.captured("mlp.expert_ids")
+    assert captured is not None
+    exact = points.compute("mlp.router_logits")
+    noise = _router_noise(points, exact, points.compute("mlp.router_logits", points.side.low))
     logits = points.get("mlp.router_logits")
-    noise = _router_noise(
-        points,
-        points.compute("mlp.router_logits"),
-        points.compute("mlp.router_logits", points.side.low),
-    )
     rows = points.side.fresh
     rows = rows[logits[rows].isfinite().all(1)]
-    logits, ids = logits[rows], ids[rows]
-    valid = ((ids >= 0) & (ids < logits.shape[1])).all(1)
-    chosen = torch.zeros_like(logits, dtype=torch.bool)
-    chosen.scatter_(1, ids.clamp(0, logits.shape[1] - 1), True)
+    logits, ids = logits[rows], captured[rows]
+    slots = points.model.config.top_k
+    chosen = _one_hot(ids.clamp(0, logits.shape[1] - 1), logits)
+    valid = points.routed(ids) & (chosen.sum(1) == slots)
     worst_in = logits.masked_fill(~chosen, torch.inf).amin(1)
     best_out = logits.masked_fill(chosen, -torch.inf).amax(1)
-    whole = chosen.sum(1) == points.model.config.top_k
-    # in excess where the better expert was ahead by more than a near tie
+    # in excess where a better expert was ahead by more than a near tie
     ratio = (best_out - worst_in).clamp_min(0.0) / noise * (EXCESS_RATIO / TIE_MARGIN)
-    ratio = torch.where(valid & whole, ratio, torch.inf)
-    return OwnError(
+    ratio = torch.where(valid, ratio, _INVALID)
+    judged = OwnError(
         point=points.name("mlp.expert_ids"),
         layer=points.layer,
         operator="router",
@@ -134,3 +135,11 @@ def _judge_selection(points: LayerPoints) -> OwnError:
         row_ratio=ratio,
         flat_rows=rows,
     )
+    if not judged.convicted:
+        return judged
+    best = _one_hot(logits.topk(slots, dim=1).indices, logits)
+    return replace(judged, error=chosen.to(logits.dtype) - best.to(logits.dtype))
+
+
+def _one_hot(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)

@@ -1,0 +1,51 @@
+"""What is compared: two captures joined by rows, and the model that judges them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layerbisect.bisect.join import Joined
+from layerbisect.bisect.progress import Progress
+from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.side import Side
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two sides of one comparison; ``directory`` is the model's, as it was given."""
+
+    model: ReferenceModel
+    sides: tuple[Side, Side]
+    joined: Joined
+    progress: Progress
+    directory: str
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return self.model.config.num_layers
+
+    def missing(self) -> tuple[str, ...]:
+        """Points that one capture was to hold and that a side does not show in every row."""
+        wanted = sorted({p for s in self.sides for p in s.capture.info.points} - {"logprob"})
+        return tuple(f"{s.label}: {p}" for s in self.sides for p in wanted if not s.has(p))
+
+    def notes(self) -> list[str]:
+        """What keeps the captures from being whole, in sentences."""
+        notes = []
+        loose = len(self.joined) - int(self.joined.chains.fresh.sum())
+        if loose:
+            notes.append(
+                f"{loose} joined rows lack a row before them in one of the captures: their values "
+                "are compared, and no operator is judged on them"
+            )
+        if self.joined.keyless:
+            notes.append(
+                f"{self.joined.keyless} rows are of sequences whose first tokens were not seen, "
+                "and cannot be joined"
+            )
+        for side in self.sides:
+            notes += [f"{side.label}: {text}" for text in side.capture.problems]
+            findings = side.capture.replica_findings
+            notes += [f"{side.label}: {point}: {text}" for point, text in findings.items()]
+        return notes

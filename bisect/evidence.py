@@ -1,0 +1,212 @@
+"""Gather the evidence of a case, in order: scores, carried gap, own errors, rounding budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerbisect.bisect.budget import rounding_budget
+from layerbisect.bisect.carried_gap import CarriedGap, carried_gap, read_out
+from layerbisect.bisect.case import Case
+from layerbisect.bisect.convict import Findings, Shares, convict
+from layerbisect.bisect.ends import end_errors
+from layerbisect.bisect.join import repeats
+from layerbisect.bisect.measure import OwnError
+from layerbisect.bisect.metrics import score_gap
+from layerbisect.bisect.own_error import own_errors
+from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.residuals import order_freedom
+from layerbisect.bisect.verdict import Gap, LayerEvidence, Probe, RoundingBudget, RuledOut
+from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
+
+SCAN_OPERATIONS = 5e12
+"""Up to so many floating-point operations every boundary is probed; beyond, they are searched."""
+
+_Scores = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a case, before it is weighed.
+
+    ``gap_error`` is the standard error (nat) of the gap's mean over tokens; ``repeat`` the largest
+    gap (nat) of an engine against itself, None where nothing was computed twice; ``freedom`` how
+    many times wider rounding may be than predicted where engines sum in the dtype of their results.
+    """
+
+    gap: Gap
+    gap_error: float
+    errors: Mapping[str, Sequence[OwnError]]
+    shares: Shares
+    findings: Findings
+    weights: WeightEvidence
+    budget: RoundingBudget
+    freedom: float
+    repeat: float | None
+    layers: tuple[LayerEvidence, ...]
+    probe: Probe | None
+    ruled_out: tuple[RuledOut, ...]
+    notes: tuple[str, ...]
+
+
+def gather(case: Case, probe: Literal["auto", "scan", "search"]) -> Evidence:
+    """Gather the evidence; ``probe`` says how the carried gap is located."""
+    notes: list[str] = []
+    carried = _carried(case, probe)
+    ends = _scores(case, carried, notes)
+    gap = score_gap(*ends)
+    if not len(case.joined.score_rollout):
+        gap = replace(gap, source="read-out")
+    errors = _own_errors(case)
+    weights = compare_weights(case.model, case.sides)
+    shares = _shares(carried, gap, case.layers)
+    findings = convict(errors, case.sides, shares, weights)
+    case.progress.start("rounding budget", 1)
+    budget = rounding_budget(case.model, case.sides, case.progress.advance)
+    repeat, steady = _repeats(case, notes)
+    return Evidence(
+        gap=gap,
+        gap_error=_standard_error(*ends),
+        errors=errors,
+        shares=shares,
+        findings=findings,
+        weights=weights,
+        budget=budget,
+        # where one side is narrower, its rounding is nearly all
+        freedom=min(order_freedom(side.dtype) for side in case.sides),
+        repeat=repeat,
+        layers=_layers(case, carried, errors),
+        probe=Probe(carried.mode, carried.forwards) if carried.at else None,
+        ruled_out=(*findings.ruled_out, *_same_weights(weights, notes), *steady),
+        notes=tuple(notes),
+    )
+
+
+def _carried(case: Case, probe: Literal["auto", "scan", "search"]) -> CarriedGap:
+    cost = 2.0 * _parameters(case.model) * len(case.joined.chains.row) * (case.layers + 1)
+    cheap: Literal["scan", "search"] = "scan" if cost <= SCAN_OPERATIONS else "search"
+    mode = cheap if probe == "auto" else probe
+    case.progress.start(f"carried gap ({mode})", 1)
+    return carried_gap(case.model, case.sides, mode=mode, progress=case.progress.advance)
+
+
+def _scores(case: Case, carried: CarriedGap, notes: list[str]) -> _Scores:
+    """Both sides' log-probs: those captured, or what the last common boundary is read out as."""
+    joined = case.joined
+    if len(joined.score_rollout) or not carried.at:
+        return joined.score_rollout, joined.score_trainer
+    notes.append(
+        "no log-prob is in both captures: the gap is read out from the last common boundary by the "
+        "reference, and the head is not judged"
+    )
+    first, second = read_out(case.model, case.sides, max(carried.at))
+    return first.numpy(), second.numpy()
+
+
+def _standard_error(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    size = np.abs(first - second)
+    size = size[np.isfinite(size)]
+    return float(size.std() / math.sqrt(len(size))) if len(size) else 0.0
+
+
+def _own_errors(case: Case) -> dict[str, list[OwnError]]:
+    case.progress.start("own error", 2 * case.layers)
+    done = 0
+    errors: dict[str, list[OwnError]] = {}
+    for side in case.sides:
+        found: list[OwnError] = []
+        for layer in range(case.layers):
+            found += own_errors(case.model, side, [layer])
+            done += 1
+            case.progress.advance(done)
+        errors[side.label] = found + end_errors(case.model, side)
+    return errors
+
+
+def _shares(carried: CarriedGap, gap: Gap, layers: int) -> dict[int | None, float | None]:
+    """Each layer's share of the squared gap; independent contributions add in squares."""
+    whole = gap.mae**2
+    shares: dict[int | None, float | None] = {None: None}
+    if not math.isfinite(whole) or whole == 0:
+        return shares
+    for layer in range(layers):
+        if layer in carried.at and layer + 1 in carried.at:
+            shares[layer] = (carried.at[layer + 1] ** 2 - carried.at[layer] ** 2) / whole
+    last = carried.at.get(layers)
+    if last is not None:
+        shares[None] = max(1 - last**2 / whole, 0.0)
+    return shares
+
+
+def _repeats(case: Case, notes: list[str]) -> tuple[float | None, list[RuledOut]]:
+    """Measure each engine against itself on tokens whose log-probs its capture holds repeatedly."""
+    sizes = []
+    steady = []
+    for side in case.sides:
+        table = side.capture.scores
+        first, again = repeats(table.keys)
+        if not len(first):
+            notes.append(f"{side.label} computed no token twice: repeats not measured")
+            continue
+        repeat = score_gap(table.logprob[first], table.logprob[again])
+        if repeat.mae == 0:
+            steady.append(
+                RuledOut(
+                    f"{side.label} does not repeat itself",
+                    f"{repeat.rows} repeated log-probs are equal to the bit",
+                )
+            )
+        sizes.append(repeat.mae)
+    return max(sizes, default=None), steady
+
+
+def _same_weights(weights: WeightEvidence, notes: list[str]) -> list[RuledOut]:
+    found = []
+    for label, compared in weights.compared.items():
+        if not compared:
+            notes.append(f"{label} has no weight fingerprints: weights not compared")
+        elif not weights.different[label]:
+            found.append(
+                RuledOut(
+                    f"{label} runs other weights",
+                    f"{compared} of its tensors match the model directory in a sample each",
+                )
+            )
+    return found
+
+
+def _layers(
+    case: Case, carried: CarriedGap, errors: Mapping[str, Sequence[OwnError]]
+) -> tuple[LayerEvidence, ...]:
+    evidence = []
+    for layer in range(case.layers):
+        worst = {
+            label: max((e for e in found if e.layer == layer), key=lambda e: e.strength)
+            for label, found in errors.items()
+            if any(e.layer == layer for e in found)
+        }
+        evidence.append(
+            LayerEvidence(
+                layer=layer,
+                carried_in=carried.at.get(layer),
+                carried_out=carried.at.get(layer + 1),
+                own_error={label: e.ratio for label, e in worst.items()},
+                worst_point={label: e.point for label, e in worst.items()},
+            )
+        )
+    return tuple(evidence)
+
+
+def _parameters(model: ReferenceModel) -> float:
+    """Parameters that one token meets, the embedding aside."""
+    c = model.config
+    attention = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads)
+    dense = 3.0 * c.hidden * c.intermediate
+    sparse = 3.0 * c.hidden * c.expert_intermediate * c.top_k
+    mlps = sum(sparse if c.is_sparse(layer) else dense for layer in range(c.num_layers))
+    return c.num_layers * attention + mlps + c.hidden * c.vocab

@@ -1,0 +1,32 @@
+"""What to do next, after a verdict."""
+
+from __future__ import annotations
+
+from layerbisect.bisect.case import Case
+from layerbisect.bisect.weigh import Judgement
+
+
+def next_step(case: Case, judgement: Judgement) -> str:
+    """Say in a sentence what to run or to look at next."""
+    again = f"`layerbisect bisect ROLLOUT TRAINER --model {case.directory}`"
+    culprits = judgement.culprits
+    unseen = sorted({c.layer for c in culprits if c.operator is None and c.layer is not None})
+    if unseen:
+        points = [f"layers.{layer}" for layer in unseen]
+        # a layer's output is what enters the next
+        points += [
+            f"layers.{layer + 1}.input"
+            for layer in unseen
+            if layer + 1 < case.layers and layer + 1 not in unseen
+        ]
+        return f"capture both sides again with points {','.join(points)},logprob, then {again}"
+    if judgement.status == "agree":
+        return "nothing to do; the rounding budget says which operator to raise to float32"
+    if culprits and culprits[0].operator == "weights":
+        return f"find out which weights the {culprits[0].side} side loaded, and when"
+    if culprits and culprits[0].operator is not None:
+        return f"look at {culprits[0].operator} in the code of the {culprits[0].side} side"
+    if judgement.status == "divergent":
+        return f"capture both sides again with points all, then {again}"
+    rollout, trainer = (side.capture.directory for side in case.sides)
+    return f"`layerbisect show {rollout}` and `layerbisect show {trainer}`"
