@@ -8,6 +8,7 @@ from layerbisect.bisect.join import Joined
 from layerbisect.bisect.progress import Progress
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
+from layerbisect.captures.points import all_points, parse
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,25 @@ class Case:
         wanted = sorted({p for s in self.sides for p in s.capture.info.points} - {"logprob"})
         return tuple(f"{s.label}: {p}" for s in self.sides for p in wanted if not s.has(p))
 
+    def unseen_inside(self) -> int:
+        """Count the layers in which a side does not show every operator alone."""
+        config = self.model.config
+        inner = [
+            point
+            for name in all_points(config.num_layers, config.moe_layers)
+            if (point := parse(name)).layer is not None
+        ]
+        return len({p.layer for p in inner if not all(s.has(p.name) for s in self.sides)})
+
     def notes(self) -> list[str]:
         """What keeps the captures from being whole, in sentences."""
         notes = []
+        unseen = self.unseen_inside()
+        if unseen:
+            notes.append(
+                f"{unseen} of {self.layers} layers are not seen operator by operator: a fault in "
+                "them that stays below the rounding of the whole layer cannot be seen"
+            )
         loose = len(self.joined) - int(self.joined.chains.fresh.sum())
         if loose:
             notes.append(

@@ -12,15 +12,11 @@ def next_step(case: Case, judgement: Judgement) -> str:
     culprits = judgement.culprits
     unseen = sorted({c.layer for c in culprits if c.operator is None and c.layer is not None})
     if unseen:
-        points = [f"layers.{layer}" for layer in unseen]
-        # a layer's output is what enters the next
-        points += [
-            f"layers.{layer + 1}.input"
-            for layer in unseen
-            if layer + 1 < case.layers and layer + 1 not in unseen
-        ]
-        return f"capture both sides again with points {','.join(points)},logprob, then {again}"
+        points = ",".join(f"layers.{layer}" for layer in unseen)
+        return f"capture both sides again with points {points},logprob, then {again}"
     if judgement.status == "agree":
+        if case.unseen_inside():
+            return f"to see each operator alone, capture both sides with points all, then {again}"
         return "nothing to do; the rounding budget says which operator to raise to float32"
     if culprits and culprits[0].operator == "weights":
         return f"find out which weights the {culprits[0].side} side loaded, and when"
