@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerbisect.bisect.measure import EXTREME_RATIO, OwnError
+from layerbisect.bisect.measure import EXTREME_RATIO, MEDIAN_RATIO, OwnError
+from layerbisect.bisect.residuals import row_ratios
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit, RuledOut
 from layerbisect.bisect.weight_evidence import WEIGHTED, WeightEvidence
@@ -16,6 +17,8 @@ from layerbisect.bisect.where import describe
 
 ALIKE = 0.5
 """Two sides err alike when their errors differ by less than this share of their size."""
+ALIKE_FIT = 0.25
+"""The same, of systematic errors under the noise."""
 EVERYWHERE = 0.5
 """A fault in more than this share of the layers is one fault of the whole side."""
 EVERYWHERE_LAYERS = 3
@@ -71,16 +74,29 @@ def is_everywhere(count: int, total: int) -> bool:
 
 
 def _alike(a: OwnError, b: OwnError) -> bool:
+    """Whether two sides' errors at one point are one error, up to their own roundings."""
     if a.point != b.point or a.error is None or b.error is None:
         return False
+    if not (a.far_off or b.far_off):
+        # below the noise only the systematic parts can be compared
+        theirs = {f.name: f.coefficient for f in b.fits}
+        return any(
+            f.name in theirs
+            and abs(f.coefficient - theirs[f.name])
+            < ALIKE_FIT * max(abs(f.coefficient), abs(theirs[f.name]))
+            for f in a.fits
+        )
     place = {row: i for i, row in enumerate(b.flat_rows.tolist())}
     pairs = [(i, place[row]) for i, row in enumerate(a.flat_rows.tolist()) if row in place]
-    if not pairs or a.error.shape[1] != b.error.shape[1]:
+    if not pairs or a.error.shape != b.error.shape:
         return False
     at_a, at_b = zip(*pairs, strict=True)
-    ours, theirs = a.error[list(at_a)], b.error[list(at_b)]
-    size = torch.maximum(ours.square().mean(), theirs.square().mean()).sqrt()
-    return bool((ours - theirs).square().mean().sqrt() < ALIKE * size)
+    ours, theirs_too = a.error[list(at_a)], b.error[list(at_b)]
+    apart = row_ratios(ours - theirs_too)
+    size = torch.maximum(row_ratios(ours), row_ratios(theirs_too))
+    # two roundings apart is as near as they come
+    near = 2**0.5 * MEDIAN_RATIO
+    return bool((apart > torch.maximum(ALIKE * size, torch.tensor(near))).double().mean() < 0.1)
 
 
 class _SideCulprits:
@@ -154,8 +170,10 @@ class _SideCulprits:
     def _culprit(self, group: Sequence[OwnError]) -> Culprit:
         worst = max(group, key=lambda e: e.strength)
         layers = sorted({e.layer for e in group if e.layer is not None})
-        operator = _operator(worst)
         one = len(layers) <= 1
+        if not one:
+            worst = max((e for e in group if e.layer is not None), key=lambda e: e.strength)
+        operator = _operator(worst)
         shown = group if one else [worst]
         evidence = [sentence for error in shown for sentence in _evidence(error)]
         if operator is None:

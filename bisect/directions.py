@@ -8,13 +8,16 @@ from layerbisect.bisect.measure import By
 from layerbisect.bisect.operators import LayerPoints
 
 _STEP = 1e-4
+# of a stretch of several operators: points whose scale a bug may have changed
+_SCALES = ("attn.q", "attn.v", "attn.out", "mlp.norm", "mlp.out")
 _BY_CHANNEL = ("attn.norm", "mlp.norm", "attn.out", "mlp.out", "mlp.router_logits")
 
 
 def gains_of(points: LayerPoints, suffix: str) -> tuple[By, ...]:
     """Say at which grain a wrong factor on a point's values is looked for.
 
-    Only operators judged alone have directions; a stretch of several has too many.
+    Only for operators judged alone: where several lie in a stretch, a factor within it is looked
+    for instead.
     """
     if len(points.covers(suffix)) > 1 and suffix not in ("attn.q", "attn.k"):
         return ()
@@ -27,14 +30,21 @@ def directions_of(points: LayerPoints, suffix: str) -> dict[str, torch.Tensor]:
     A fitted coefficient is then the size of the bug: 0.03 for ``softmax scale`` means that the
     scale is 3 % too large.
     """
-    if len(points.covers(suffix)) > 1:
-        return {}
+    hidden = points.hidden(suffix)
+    if hidden:
+        exact = points.compute(suffix)
+        return {
+            f"scale of {name}": (points.scaled(name, 1 + _STEP).compute(suffix) - exact) / _STEP
+            for name in _SCALES
+            if name in hidden
+        }
     if suffix in ("attn.norm", "mlp.norm"):
         stream = points.get("input" if suffix == "attn.norm" else "mid")
         eps = points.model.config.eps
         return {"eps": norm_eps_direction(points.compute(suffix), stream, eps)}
     if suffix == "attn.context":
-        return {"softmax scale": _softmax_scale(points)}
+        moved = points.scaled("attn.q", 1 + _STEP).compute(suffix)
+        return {"softmax scale": (moved - points.compute(suffix)) / _STEP}
     if suffix == "mid":
         return {"share of the attention output added": points.get("attn.out")}
     if suffix == "output":
@@ -46,11 +56,3 @@ def norm_eps_direction(exact: torch.Tensor, stream: torch.Tensor, eps: float) ->
     """Derivative of an RMS norm's output by its eps, per tenth of the mean square."""
     mean_square = stream.square().mean(-1, keepdim=True)
     return -0.5 * exact * (0.1 * mean_square.mean() / (mean_square + eps))
-
-
-def _softmax_scale(points: LayerPoints) -> torch.Tensor:
-    q = points.get("attn.q") * (1 + _STEP)
-    moved = points.model.attention(
-        points.layer, q, points.get("attn.k"), points.get("attn.v"), points.side.chains.lengths
-    )
-    return (moved - points.compute("attn.context")) / _STEP

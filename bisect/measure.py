@@ -45,9 +45,9 @@ class OwnError:
     ``excess`` (share of rows beyond ``EXCESS_RATIO``) say how widespread it is. ``fits`` are the
     systematic parts beyond chance. ``covers`` has more than one operator where points between are
     not observable. ``set_aside`` counts rows whose route is too close to call. ``row_ratio`` [row]
-    is each row's error and ``flat_rows`` [row] its place in the layout; ``error`` [row, channel] is
-    kept for convicted operators only; ``parted`` says how q/k norm, rotation and projection were
-    told apart.
+    is each row's error and ``flat_rows`` [row] its place in the layout; ``error`` [row, head,
+    channel] is kept for convicted operators only, in units of noise; ``parted`` says how q/k norm,
+    rotation and projection were told apart.
     """
 
     point: str
@@ -71,7 +71,12 @@ class OwnError:
     @property
     def convicted(self) -> bool:
         """Whether the error is beyond what rounding explains."""
-        return bool(self.nonfinite or self.beyond_rounding or self.extreme or self.fits)
+        return bool(self.nonfinite or self.far_off or self.fits)
+
+    @property
+    def far_off(self) -> bool:
+        """Whether its size convicts, in many rows or in one."""
+        return self.beyond_rounding or self.extreme > 0
 
     @property
     def extreme(self) -> int:
@@ -83,7 +88,7 @@ class OwnError:
 
     @property
     def beyond_rounding(self) -> bool:
-        """Whether its size alone convicts."""
+        """Whether its size in many rows convicts."""
         widespread = self.excess >= EXCESS_SHARE and self.excess * self.rows >= EXCESS_ROWS
         return self.rows > 0 and (self.median > MEDIAN_RATIO or widespread)
 
@@ -170,7 +175,7 @@ def measure(output: Output) -> OwnError:
         fits=tuple(sorted(fits, key=lambda f: -abs(f.z))[:_NAMED_FITS]),
         row_ratio=ratio,
     )
-    return replace(judged, error=(captured - exact).flatten(1)) if judged.convicted else judged
+    return replace(judged, error=error) if judged.convicted else judged
 
 
 def quantile(values: torch.Tensor, q: float) -> float:

@@ -139,6 +139,20 @@ class LayerPoints:
             self._computed[key] = STEPS[suffix].compute(self, precision)
         return self._computed[key]
 
+    def scaled(self, suffix: str, factor: float) -> LayerPoints:
+        """Return the same layer with one point's values multiplied, and what follows from it."""
+        changed = LayerPoints(self.model, self.side, self.layer)
+        changed._captured = self._captured | {suffix: self.get(suffix) * factor}
+        return changed
+
+    def hidden(self, suffix: str) -> list[str]:
+        """List the points between the last captured ones and this one, which are recomputed."""
+        found: list[str] = []
+        for before in self._inputs(suffix):
+            if before != "input" and self.captured(before) is None:
+                found += [n for n in (*self.hidden(before), before) if n not in found]
+        return found
+
     def operator(self, suffix: str) -> str:
         """Name the operator that makes a point."""
         if suffix == "mlp.out" and not self.sparse:
@@ -148,15 +162,11 @@ class LayerPoints:
     def covers(self, suffix: str) -> tuple[str, ...]:
         """Name the operators between the last captured points and this one, it included."""
         names: list[str] = []
-        for before in self._inputs(suffix):
-            if before != "input" and self.captured(before) is None:
-                names += [n for n in self.covers(before) if n not in names]
-        operator = self.operator(suffix)
-        if suffix in ("attn.q", "attn.k"):
-            norm = ["norm"] if self.model.config.qk_norm else []
-            names += [n for n in ("linear", *norm, "rope") if n not in names]
-        elif operator not in names:
-            names.append(operator)
+        for point in (*self.hidden(suffix), suffix):
+            made = [self.operator(point)]
+            if point in ("attn.q", "attn.k"):
+                made = ["linear", *(["norm"] if self.model.config.qk_norm else []), "rope"]
+            names += [n for n in made if n not in names]
         return tuple(names)
 
     def _inputs(self, suffix: str) -> tuple[str, ...]:

@@ -138,7 +138,8 @@ def _judge_selection(points: LayerPoints) -> OwnError:
     if not judged.convicted:
         return judged
     best = _one_hot(logits.topk(slots, dim=1).indices, logits)
-    return replace(judged, error=chosen.to(logits.dtype) - best.to(logits.dtype))
+    # each expert that is one too many or too few is far beyond rounding
+    return replace(judged, error=(chosen.double() - best.double())[:, None] * _INVALID)
 
 
 def _one_hot(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ _AGREEMENT = 0.9
 
 def describe(error: OwnError, side: Side) -> str:
     """Describe where the rows in excess are; a fitted head or channel where the size is normal."""
-    if not error.beyond_rounding and not error.extreme:
+    if not error.far_off:
         named = [f.name.removesuffix(" gain") for f in error.fits]
         return ", ".join(n for n in named if n.startswith(("head", "channel"))) or "all rows"
     hit = error.row_ratio > EXCESS_RATIO

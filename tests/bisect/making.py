@@ -99,10 +99,12 @@ def rewrite(
     logprobs: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = lambda values: values,
     info: Mapping[str, Any] | None = None,
     tokens: Callable[[NDArray[np.int64]], NDArray[np.int64]] = lambda tokens: tokens,
+    context: bool = False,
 ) -> Path:
     """Copy a capture as one pass, with some of its points or rows, and values changed.
 
     ``change`` gets each point's name and values; ``logprobs`` the log-probs, or is None for none.
+    With ``context`` the tokens of rows that are left out stay known, as those of a cached prefix.
     """
     old = Capture.open(source)
     index = np.flatnonzero(np.ones(len(old.rows), bool) if rows is None else rows)
@@ -129,6 +131,7 @@ def rewrite(
         tensors,
         {name: TensorHeader(parse(name).dims) for name in kept},
         scores=scores,
+        context=old.rows if context else None,
     )
     writer.finish()
     return target
