@@ -75,7 +75,7 @@ def is_everywhere(count: int, total: int) -> bool:
 
 def _alike(a: OwnError, b: OwnError) -> bool:
     """Whether two sides' errors at one point are one error, up to their own roundings."""
-    if a.point != b.point or a.error is None or b.error is None:
+    if a.point != b.point or a.error is None or b.error is None or a.noise is None:
         return False
     if not (a.far_off or b.far_off):
         # below the noise only the systematic parts can be compared
@@ -91,9 +91,9 @@ def _alike(a: OwnError, b: OwnError) -> bool:
     if not pairs or a.error.shape != b.error.shape:
         return False
     at_a, at_b = zip(*pairs, strict=True)
-    ours, theirs_too = a.error[list(at_a)], b.error[list(at_b)]
-    apart = row_ratios(ours - theirs_too)
-    size = torch.maximum(row_ratios(ours), row_ratios(theirs_too))
+    scale, ours, other = a.noise[list(at_a)], a.error[list(at_a)], b.error[list(at_b)]
+    apart = row_ratios((ours - other) / scale)
+    size = torch.maximum(row_ratios(ours / scale), row_ratios(other / scale))
     # two roundings apart is as near as they come
     near = 2**0.5 * MEDIAN_RATIO
     return bool((apart > torch.maximum(ALIKE * size, torch.tensor(near))).double().mean() < 0.1)

@@ -45,8 +45,8 @@ class OwnError:
     ``excess`` (share of rows beyond ``EXCESS_RATIO``) say how widespread it is. ``fits`` are the
     systematic parts beyond chance. ``covers`` has more than one operator where points between are
     not observable. ``set_aside`` counts rows whose route is too close to call. ``row_ratio`` [row]
-    is each row's error and ``flat_rows`` [row] its place in the layout; ``error`` [row, head,
-    channel] is kept for convicted operators only, in units of noise; ``parted`` says how q/k norm,
+    is each row's error and ``flat_rows`` [row] its place in the layout; ``error`` and ``noise``
+    [row, head, channel] are kept for convicted operators only; ``parted`` says how q/k norm,
     rotation and projection were told apart.
     """
 
@@ -66,6 +66,7 @@ class OwnError:
     row_ratio: torch.Tensor
     flat_rows: torch.Tensor
     error: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
     parted: str = ""
 
     @property
@@ -175,7 +176,7 @@ def measure(output: Output) -> OwnError:
         fits=tuple(sorted(fits, key=lambda f: -abs(f.z))[:_NAMED_FITS]),
         row_ratio=ratio,
     )
-    return replace(judged, error=error) if judged.convicted else judged
+    return replace(judged, error=captured - exact, noise=scale) if judged.convicted else judged
 
 
 def quantile(values: torch.Tensor, q: float) -> float:

@@ -138,8 +138,9 @@ def _judge_selection(points: LayerPoints) -> OwnError:
     if not judged.convicted:
         return judged
     best = _one_hot(logits.topk(slots, dim=1).indices, logits)
+    wrong = (chosen.double() - best.double())[:, None]
     # each expert that is one too many or too few is far beyond rounding
-    return replace(judged, error=(chosen.double() - best.double())[:, None] * _INVALID)
+    return replace(judged, error=wrong, noise=torch.full_like(wrong, 1 / _INVALID))
 
 
 def _one_hot(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Say where an error sits: positions, decode rows, tokens of an expert, a head, a channel."""
+"""Say where an error sits: positions, decode rows, tokens of an expert, heads, channels."""
 
 from __future__ import annotations
 
@@ -6,26 +6,51 @@ from collections.abc import Iterator
 
 import torch
 
-from layerbisect.bisect.measure import EXCESS_RATIO, OwnError
+from layerbisect.bisect.measure import EXCESS_RATIO, MEDIAN_RATIO, OwnError
 from layerbisect.bisect.side import Side
 
 _ALL = 0.9
 _AGREEMENT = 0.9
+_FEW = 4
+_PARTS = ("head ", "channel ")
 
 
 def describe(error: OwnError, side: Side) -> str:
-    """Describe where the rows in excess are; a fitted head or channel where the size is normal."""
+    """Describe where the rows in excess are, and in which heads; a fitted part where none is."""
     if not error.far_off:
-        named = [f.name.removesuffix(" gain") for f in error.fits]
-        return ", ".join(n for n in named if n.startswith(("head", "channel"))) or "all rows"
+        parts = [f.name.rsplit(" ", 1)[0] for f in error.fits if f.name.startswith(_PARTS)]
+        return ", ".join(dict.fromkeys(parts)) or "all rows"
     hit = error.row_ratio > EXCESS_RATIO
-    if not hit.any() or hit.double().mean() > _ALL:
-        return "all rows"
-    best, sentence = 0.0, f"{hit.double().mean():.0%} of rows"
+    places = [p for p in (_heads(error, hit), _rows(error, hit, side)) if p]
+    return ", ".join(places) or "all rows"
+
+
+def _heads(error: OwnError, hit: torch.Tensor) -> str:
+    """Name the heads that err where only some do."""
+    if error.error is None or error.noise is None or error.error.shape[1] == 1:
+        return ""
+    rows = hit if bool(hit.any()) else torch.ones_like(hit)
+    ratio = (error.error / error.noise)[rows].square().mean(2).sqrt().median(0).values
+    guilty = torch.nonzero(ratio > MEDIAN_RATIO).flatten().tolist()
+    if not 0 < len(guilty) < len(ratio):
+        return ""
+    return ("head " if len(guilty) == 1 else "heads ") + ", ".join(map(str, guilty))
+
+
+def _rows(error: OwnError, hit: torch.Tensor, side: Side) -> str:
+    """Describe the rows in excess where not all are."""
+    count = int(hit.sum())
+    if not count or count > _ALL * len(hit):
+        return ""
+    best, sentence = 0.0, f"{count / len(hit):.0%} of rows"
+    if count <= _FEW:
+        at = sorted(set(side.chains.position[error.flat_rows[hit].numpy()].tolist()))
+        places = ("position " if len(at) == 1 else "positions ") + ", ".join(map(str, at))
+        sentence = ("1 row" if count == 1 else f"{count} rows") + f", at {places}"
     for name, mask in _candidates(error, side):
         both = (hit & mask).sum().item()
         # harmonic mean of how many hits it covers and how many of its rows are hits
-        agreement = 2 * both / max(int(hit.sum()) + int(mask.sum()), 1)
+        agreement = 2 * both / max(count + int(mask.sum()), 1)
         if agreement > max(best, _AGREEMENT):
             best, sentence = agreement, name
     return sentence
@@ -41,7 +66,8 @@ def _candidates(error: OwnError, side: Side) -> Iterator[tuple[str, torch.Tensor
     first, last = int(position[hit].min()), int(position[hit].max())
     yield f"positions >= {first}", position >= first
     yield f"positions <= {last}", position <= last
-    yield f"positions {first} to {last}", (position >= first) & (position <= last)
+    between = (position >= first) & (position <= last)
+    yield f"position {first}" if first == last else f"positions {first} to {last}", between
     if error.operator in ("experts", "router") and error.layer is not None:
         ids = side.read(f"layers.{error.layer}.mlp.expert_ids")
         if ids is not None:
