@@ -56,12 +56,19 @@ def steps(work: Work) -> list[Step]:
         _forward(work, "bf16"),
         _forward(work, "fp32", dtype="float32"),
         *(_forward(work, parts, raised=parts, points="coarse") for parts in engines.RAISED),
+        Step(
+            "transformers, fp32, the fp32 server's answers",
+            trainer("fp32-own"),
+            5,
+            _own_answers(work),
+        ),
         Step("carried gap, every boundary", "scan.npz", 200, _arrays(work, numbers.scan)),
         Step("rounding budget", "budget.npz", 60, _arrays(work, numbers.budget)),
         Step("own errors", "own.json", 60, _own(work, exact=False)),
         Step("own errors, float32", "own-fp32.json", 60, _own(work, exact=True)),
         Step("bisect, bfloat16", "verdict.json", 120, _verdict(work, exact=False)),
         Step("bisect, float32", "verdict-fp32.json", 150, _verdict(work, exact=True)),
+        Step("ways to score", "scoring.json", 10, _scoring(work)),
         Step("metrics of whole tensors", "naive.json", 15, _by_hand(work)),
     ]
 
@@ -113,6 +120,17 @@ def _forward(
     return Step(f"transformers, {raised + ' in float32' if raised else name}", trainer(name), 5, do)
 
 
+def _own_answers(work: Work) -> Do:
+    def do(path: Path, progress: ConsoleProgress) -> None:
+        asked = work.exact_conversations
+        progress.start("forward", len(asked))
+        engines.forward(
+            work.model, path, asked, dtype="float32", points="logprob", advance=progress.advance
+        )
+
+    return do
+
+
 def _arrays(work: Work, compute: Callable[..., dict[str, Array]]) -> Do:
     def do(path: Path, progress: ConsoleProgress) -> None:
         progress.start(compute.__name__, 1)
@@ -142,12 +160,25 @@ def _verdict(work: Work, *, exact: bool) -> Do:
     return do
 
 
+def _scoring(work: Work) -> Do:
+    def do(path: Path, progress: ConsoleProgress) -> None:
+        progress.start("ways to score", 1)
+        write_json(path, numbers.score_bias(work.reference(torch.float32), work.exact_layout))
+
+    return do
+
+
 def _by_hand(work: Work) -> Do:
     def do(path: Path, progress: ConsoleProgress) -> None:
         progress.start("metrics of whole tensors", 1)
         model = work.reference(torch.float32)
-        rows = naive.naive(work.layout, model.config.num_layers)
-        write_json(path, {"rows": rows, "harm": naive.harm(model, work.layout)})
+        layout, layers = work.layout, model.config.num_layers
+        found = {
+            "rows": naive.naive(layout, layers),
+            "equal": naive.equal_values(layout, layers),
+            "harm": naive.harm(model, layout),
+        }
+        write_json(path, found)
 
     return do
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import torch
 
@@ -53,6 +55,26 @@ def _pooled(a: Array, b: Array) -> dict[str, float]:
         "relative": float(np.linalg.norm(a - b) / norms[1]),
         "one_minus_cosine": float(1 - (a * b).sum() / norms[0] / norms[1]),
     }
+
+
+def equal_values(layout: Layout, layers: int) -> list[dict[str, object]]:
+    """Share of single values that two sides have equal to the bit, at some points.
+
+    Where the values are equal both engines round alike, and what they lose is no gap.
+    """
+    inner = ("attn.norm", "attn.q", "attn.context", "attn.out", "mid", "mlp.norm", "mlp.out")
+    points = [f"layers.0.{suffix}" for suffix in inner]
+    shown = [layer for layer in (1, 2, 4, 8, 16) if layer < layers]
+    points += [boundary(layer, layers) for layer in (*shown, layers)]
+    fresh = layout.chains.fresh
+    found: list[dict[str, object]] = []
+    for point in points:
+        values = {label: _stream(side, point)[fresh] for label, side in layout.sides.items()}
+        shares = {
+            f"{a}-{b}": float((values[a] == values[b]).mean()) for a, b in combinations(values, 2)
+        }
+        found.append({"point": point, **shares})
+    return found
 
 
 def harm(model: ReferenceModel, layout: Layout) -> dict[str, float]:

@@ -26,10 +26,13 @@ from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
+from layerbisect.kernels.rounding import rounded
 from scripts.smollm2_engines import Conversation, write_json
 
 KINDS = ("residual", "head", "norm", "linear", "attention")
 """Operator kinds that a dense model has."""
+FUSED = "fused: "
+"""Begins the names of the runs whose norms are fused with the sum before them, as SGLang's are."""
 BF16 = torch.bfloat16
 
 Array = NDArray[np.float64]
@@ -149,13 +152,17 @@ def scan(model: ReferenceModel, layout: Layout, advance: Advance) -> dict[str, A
 def budget_runs() -> dict[str, Precision]:
     """Name the runs of the reference that make the budget: what rounds to bfloat16 in each."""
     low = Precision.all_in(BF16)
-    return {
+    apart = {
         "fp32": FULL,
         "bf16": low,
         **{f"only {kind}": Precision.only(kind, BF16) for kind in KINDS},
         **{f"all but {kind}": Precision.all_but(kind, BF16) for kind in KINDS},
         "all but head and residual": replace(low, head=None, residual=None),
     }
+    # what a fused norm makes no difference to is not run again
+    fused = [name for name in apart if not name.endswith(("fp32", "linear", "attention"))]
+    fused = [name for name in fused if name not in ("only head", "all but norm")]
+    return apart | {f"{FUSED}{name}": apart[name] for name in fused}
 
 
 def budget(model: ReferenceModel, layout: Layout, advance: Advance) -> dict[str, Array]:
@@ -164,12 +171,38 @@ def budget(model: ReferenceModel, layout: Layout, advance: Advance) -> dict[str,
     position = torch.from_numpy(layout.chains.position)
     embedded = model.embed(torch.from_numpy(layout.chains.token))
     for done, (name, precision) in enumerate(runs.items(), 1):
-        end = model.tail(
-            0, embedded, position, layout.chains.lengths, layout.target, precision=precision
-        )
+        if name.startswith(FUSED):
+            end = _fused(model, layout, embedded, precision)
+        else:
+            end = model.tail(
+                0, embedded, position, layout.chains.lengths, layout.target, precision=precision
+            )
         found[name] = end[layout.scored].double().numpy()
         advance(done, len(runs))
     return found
+
+
+def _fused(
+    model: ReferenceModel, layout: Layout, stream: torch.Tensor, precision: Precision
+) -> torch.Tensor:
+    """Run the whole reference with each norm fused with the sum that it normalises.
+
+    SGLang's norms take the sum before it is rounded, and round once where the others round twice.
+    Returns log-probs [flat].
+    """
+    position = torch.from_numpy(layout.chains.position)
+    total = stream
+    for layer in range(model.config.num_layers):
+        normed = rounded(model.attn_norm(layer, total), precision.norm)
+        q, k, v = model.qkv(layer, normed, position, precision=precision)
+        context = model.attention(layer, q, k, v, layout.chains.lengths, precision=precision)
+        total = stream + model.attn_out(layer, context, precision=precision)
+        stream = rounded(total, precision.residual)
+        normed = rounded(model.mlp_norm(layer, total), precision.norm)
+        total = stream + model.mlp(layer, normed, precision=precision)
+        stream = rounded(total, precision.residual)
+    normed = rounded(model.final_norm(total), precision.norm)
+    return model.logprobs(normed, layout.target, precision=precision)
 
 
 def judge(model: ReferenceModel, layout: Layout, advance: Advance) -> list[dict[str, Any]]:
@@ -214,3 +247,20 @@ def verdict(
     render_verdict(found, Console(file=text, width=100, color_system=None))
     path.with_suffix(".txt").write_text(text.getvalue())
     write_json(path, found.to_json())
+
+
+def score_bias(model: ReferenceModel, layout: Layout) -> dict[str, float]:
+    """Score one set of float32 logits in several ways: each one's signed mean error (nat)."""
+    side = list(layout.sides.values())[-1]
+    normed = side.read("final_norm")
+    assert normed is not None
+    weight = model.logits(torch.eye(model.config.hidden), 0, model.config.vocab).T.float()
+    target = layout.target[layout.scored, None]
+    logits = normed[layout.scored].float() @ weight.T
+    exact = torch.log_softmax(logits.double(), -1).gather(-1, target)
+    ways = {
+        "log(softmax)": torch.softmax(logits, -1).gather(-1, target).log(),
+        "log_softmax": torch.log_softmax(logits, -1).gather(-1, target),
+        "logit - logsumexp": logits.gather(-1, target) - torch.logsumexp(logits, -1, keepdim=True),
+    }
+    return {name: float((found.double() - exact).mean()) for name, found in ways.items()}

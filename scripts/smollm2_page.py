@@ -153,6 +153,12 @@ def harm(spoiled: Mapping[str, float], rows: Sequence[Mapping[str, float]], gap:
     )
 
 
+def equal(rows: Sequence[Mapping[str, Any]], pairs: Sequence[str]) -> str:
+    """Share of values that are equal to the bit, by point and pair of sides."""
+    lines = [[f"`{row['point']}`", *(f"{row[name]:.0%}" for name in pairs)] for row in rows]
+    return table(["values equal to the bit", *pairs], lines)
+
+
 def verdict(text: str) -> str:
     """What `layerbisect bisect` prints."""
     return f"```\n{text.strip()}\n```\n"

