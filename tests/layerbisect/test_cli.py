@@ -147,6 +147,8 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # a shell lets what it runs in the background ignore the signal, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 120
     while not (kept / "model").exists() and time.monotonic() < deadline:
