@@ -17,29 +17,29 @@ def point_differences(
 ) -> tuple[PointDifference, ...]:
     """Compare both sides' values of each common point over the joined rows that both have.
 
-    Reads one point of each side at a time. Expert IDs are compared elsewhere: their difference has
-    no size.
+    Expert IDs are left out, for their difference has no size; expert weights are compared by size,
+    for each engine has an order of slots of its own.
     """
-    first, second = (side.capture for side in sides)
+    first, second = sides
+    info = first.capture.info
     common = [
         name
-        for name in all_points(first.info.num_layers, first.info.moe_layers)
-        if name in first.points and name in second.points and not name.endswith("expert_ids")
+        for name in all_points(info.num_layers, info.moe_layers)
+        if name in first.capture.points
+        and name in second.capture.points
+        and not name.endswith("expert_ids")
     ]
-    rows = first.rows.take(joined.rollout)
+    rows = first.capture.rows.take(joined.rollout)
     found = []
     progress.start("comparing points", len(common))
     for done, name in enumerate(common, 1):
-        both = first.has(name)[joined.rollout] & second.has(name)[joined.trainer]
+        both = first.holds(name, joined.rollout) & second.holds(name, joined.trainer)
         if both.any():
-            found.append(
-                point_difference(
-                    name,
-                    first.read(name, joined.rollout[both]),
-                    second.read(name, joined.trainer[both]),
-                    rows.position[both].astype(np.int64),
-                    rows.token[both],
-                )
-            )
+            ours = first.values(name, joined.rollout[both])
+            theirs = second.values(name, joined.trainer[both])
+            if name.endswith("expert_weights"):
+                ours, theirs = np.sort(ours, axis=1), np.sort(theirs, axis=1)
+            position, token = rows.position[both].astype(np.int64), rows.token[both]
+            found.append(point_difference(name, ours, theirs, position, token))
         progress.advance(done)
     return tuple(found)

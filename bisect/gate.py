@@ -140,13 +140,11 @@ def nonfinite(sides: tuple[Side, Side], differences: Iterable[PointDifference]) 
 
 
 def _nonfinite_rows(side: Side, name: str) -> int:
-    if name not in side.capture.points:
-        return 0
     rows = np.unique(side.index)
-    rows = rows[side.capture.has(name)[rows]]
+    rows = rows[side.holds(name, rows)]
     if not len(rows):
         return 0
-    values = side.capture.read(name, rows)
+    values = side.values(name, rows)
     return int((~np.isfinite(values).reshape(len(rows), -1).all(1)).sum())
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from layerbisect.bisect.checkpoint import TensorCache
 from layerbisect.bisect.join import Chains
 from layerbisect.bisect.precision import Precision
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture
 
+KEPT_BYTES = 256 * 2**20
+"""Values kept of one side, so that its files are read once where the points asked for fit."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Side:
     """A capture restricted to the joined rows, laid out as whole sequences.
 
@@ -54,16 +60,45 @@ class Side:
 
     def has(self, point: str) -> bool:
         """Say whether every row of the layout has ``point``."""
+        return point in self.capture.points and bool(self.holds(point, self._rows).all())
+
+    def holds(self, point: str, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Say which of the capture's ``rows`` (int [n]) have ``point``: bool [n]."""
         if point not in self.capture.points:
-            return False
-        return bool(self.capture.has(point)[self.index].all())
+            return np.zeros(len(rows), bool)
+        if point not in self._has:
+            self._has[point] = self.capture.has(point)
+        return self._has[point][rows]
 
     def read(self, point: str) -> torch.Tensor | None:
         """Read [flat, ...] in the compute dtype (IDs as int64), or None where a row lacks it."""
         if not self.has(point):
             return None
-        values = torch.from_numpy(self.capture.read(point, self.index))
+        values = torch.from_numpy(self.values(point, self.index))
         return values.long() if point.endswith("expert_ids") else values.to(self.compute_dtype)
+
+    def values(self, point: str, rows: NDArray[np.intp]) -> NDArray[Any]:
+        """Read a point's values ([n, ...]) for some of the capture's rows, which must have it.
+
+        What the layout needs of a point is read once and kept, as far as it fits.
+        """
+        if not self.has(point) or not np.isin(rows, self._rows).all():
+            return self.capture.read(point, rows)
+        held = self._kept.get(point, lambda: torch.from_numpy(self.capture.read(point, self._rows)))
+        picked: NDArray[Any] = held.numpy()[np.searchsorted(self._rows, rows)]
+        return picked
+
+    @cached_property
+    def _rows(self) -> NDArray[np.intp]:
+        return np.unique(self.index)
+
+    @cached_property
+    def _has(self) -> dict[str, NDArray[np.bool_]]:
+        return {}
+
+    @cached_property
+    def _kept(self) -> TensorCache:
+        return TensorCache(KEPT_BYTES)
 
     def stream(self, layer: int, num_layers: int) -> torch.Tensor | None:
         """Read the residual stream at a boundary: entering ``layer``, or leaving the last one."""
