@@ -34,7 +34,10 @@ def _heads(error: OwnError, hit: torch.Tensor) -> str:
     guilty = torch.nonzero(ratio > MEDIAN_RATIO).flatten().tolist()
     if not 0 < len(guilty) < len(ratio):
         return ""
-    return ("head " if len(guilty) == 1 else "heads ") + ", ".join(map(str, guilty))
+    if len(guilty) == 1:
+        return f"head {guilty[0]}"
+    in_a_row = len(guilty) > 2 and guilty[-1] - guilty[0] == len(guilty) - 1
+    return "heads " + (f"{guilty[0]} to {guilty[-1]}" if in_a_row else ", ".join(map(str, guilty)))
 
 
 def _rows(error: OwnError, hit: torch.Tensor, side: Side) -> str:
