@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerbisect.bisect.measure import EXTREME_RATIO, MEDIAN_RATIO, OwnError
+from layerbisect.bisect.measure import EXCESS_RATIO, EXTREME_RATIO, MEDIAN_RATIO, OwnError
 from layerbisect.bisect.residuals import row_ratios
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit, RuledOut
@@ -75,7 +75,7 @@ def is_everywhere(count: int, total: int) -> bool:
 
 def _alike(a: OwnError, b: OwnError) -> bool:
     """Whether two sides' errors at one point are one error, up to their own roundings."""
-    if a.point != b.point or a.error is None or b.error is None or a.noise is None:
+    if a.point != b.point or a.sample is None or b.sample is None:
         return False
     if not (a.far_off or b.far_off):
         # below the noise only the systematic parts can be compared
@@ -86,17 +86,36 @@ def _alike(a: OwnError, b: OwnError) -> bool:
             < ALIKE_FIT * max(abs(f.coefficient), abs(theirs[f.name]))
             for f in a.fits
         )
-    place = {row: i for i, row in enumerate(b.flat_rows.tolist())}
-    pairs = [(i, place[row]) for i, row in enumerate(a.flat_rows.tolist()) if row in place]
-    if not pairs or a.error.shape != b.error.shape:
+    # first by the size of all rows' errors, and then by the errors themselves of some
+    at_a, at_b = _common(a.flat_rows, b.flat_rows)
+    ratio_a, ratio_b = a.row_ratio[at_a], b.row_ratio[at_b]
+    if not len(at_a) or not _near((ratio_a - ratio_b).abs(), ratio_a, ratio_b):
         return False
-    at_a, at_b = zip(*pairs, strict=True)
-    scale, ours, other = a.noise[list(at_a)], a.error[list(at_a)], b.error[list(at_b)]
+    at_a, at_b = _common(a.sample.flat_rows, b.sample.flat_rows)
+    scale, ours, other = a.sample.noise[at_a], a.sample.error[at_a], b.sample.error[at_b]
+    if not len(at_a) or ours.shape != other.shape:
+        return False
     apart = row_ratios((ours - other) / scale)
-    size = torch.maximum(row_ratios(ours / scale), row_ratios(other / scale))
+    return _near(apart, row_ratios(ours / scale), row_ratios(other / scale))
+
+
+def _near(apart: torch.Tensor, ours: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether nearly all rows in excess ([row] each, in units of noise) are near each other."""
+    size = torch.maximum(ours, other)
+    excess = size > EXCESS_RATIO
+    if bool(excess.any()):
+        apart, size = apart[excess], size[excess]
     # two roundings apart is as near as they come
-    near = 2**0.5 * MEDIAN_RATIO
-    return bool((apart > torch.maximum(ALIKE * size, torch.tensor(near))).double().mean() < 0.1)
+    allowed = (ALIKE * size).clamp_min(2**0.5 * MEDIAN_RATIO)
+    return bool((apart > allowed).double().mean() < 0.1)
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in each of two lists ([n] and [m]) the numbers are that both hold."""
+    place = {row: i for i, row in enumerate(b.tolist())}
+    pairs = [(i, place[row]) for i, row in enumerate(a.tolist()) if row in place]
+    both = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 class _SideCulprits:

@@ -31,9 +31,38 @@ SYSTEMATIC_SIZE = 1e-3
 SYSTEMATIC_ROWS = 64
 """Fewer distinct rows than this cannot show a systematic error."""
 
+SAMPLED_ROWS = 24
+
 _NAMED_FITS = 5
 
 By = Literal["all", "head", "channel"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """The errors of some rows, the worst ones among them.
+
+    ``error`` and ``noise`` are [row, head, channel], ``flat_rows`` [row] their places in the
+    layout. A few rows, for a side that runs other weights is convicted of hundreds of operators.
+    """
+
+    flat_rows: torch.Tensor
+    error: torch.Tensor
+    noise: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        flat_rows: torch.Tensor,
+        error: torch.Tensor,
+        noise: torch.Tensor,
+        ratio: torch.Tensor,
+    ) -> Sample:
+        """Keep the rows with the largest ``ratio`` [row], and as many evenly spread ones."""
+        count = min(SAMPLED_ROWS, len(ratio))
+        spread = torch.linspace(0, len(ratio) - 1, count).long()
+        rows = torch.cat([ratio.topk(count).indices, spread]).unique()
+        return cls(flat_rows[rows], error[rows].float(), noise[rows].float())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +74,8 @@ class OwnError:
     ``excess`` (share of rows beyond ``EXCESS_RATIO``) say how widespread it is. ``fits`` are the
     systematic parts beyond chance. ``covers`` has more than one operator where points between are
     not observable. ``set_aside`` counts rows whose route is too close to call. ``row_ratio`` [row]
-    is each row's error and ``flat_rows`` [row] its place in the layout; ``error`` and ``noise``
-    [row, head, channel] are kept for convicted operators only; ``parted`` says how q/k norm,
-    rotation and projection were told apart.
+    is each row's error and ``flat_rows`` [row] its place in the layout; ``sample`` is kept for
+    convicted operators only; ``parted`` says how q/k norm, rotation and projection were told apart.
     """
 
     point: str
@@ -65,8 +93,7 @@ class OwnError:
     set_aside: int
     row_ratio: torch.Tensor
     flat_rows: torch.Tensor
-    error: torch.Tensor | None = None
-    noise: torch.Tensor | None = None
+    sample: Sample | None = None
     parted: str = ""
 
     @property
@@ -176,7 +203,9 @@ def measure(output: Output) -> OwnError:
         fits=tuple(sorted(fits, key=lambda f: -abs(f.z))[:_NAMED_FITS]),
         row_ratio=ratio,
     )
-    return replace(judged, error=captured - exact, noise=scale) if judged.convicted else judged
+    if not judged.convicted:
+        return judged
+    return replace(judged, sample=Sample.of(judged.flat_rows, captured - exact, scale, ratio))
 
 
 def quantile(values: torch.Tensor, q: float) -> float:

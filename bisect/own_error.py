@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from layerbisect.bisect.directions import directions_of, gains_of
-from layerbisect.bisect.measure import EXCESS_RATIO, Output, OwnError, measure, quantile
+from layerbisect.bisect.measure import EXCESS_RATIO, Output, OwnError, Sample, measure, quantile
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.qkv import part
 from layerbisect.bisect.reduction import reduction_variance
@@ -140,7 +140,8 @@ def _judge_selection(points: LayerPoints) -> OwnError:
     best = _one_hot(logits.topk(slots, dim=1).indices, logits)
     wrong = (chosen.double() - best.double())[:, None]
     # each expert that is one too many or too few is far beyond rounding
-    return replace(judged, error=wrong, noise=torch.full_like(wrong, 1 / _INVALID))
+    unit = torch.full_like(wrong, 1 / _INVALID)
+    return replace(judged, sample=Sample.of(rows, wrong, unit, ratio))
 
 
 def _one_hot(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

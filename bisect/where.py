@@ -21,16 +21,18 @@ def describe(error: OwnError, side: Side) -> str:
         parts = [f.name.rsplit(" ", 1)[0] for f in error.fits if f.name.startswith(_PARTS)]
         return ", ".join(dict.fromkeys(parts)) or "all rows"
     hit = error.row_ratio > EXCESS_RATIO
-    places = [p for p in (_heads(error, hit), _rows(error, hit, side)) if p]
+    places = [p for p in (_heads(error), _rows(error, hit, side)) if p]
     return ", ".join(places) or "all rows"
 
 
-def _heads(error: OwnError, hit: torch.Tensor) -> str:
+def _heads(error: OwnError) -> str:
     """Name the heads that err where only some do."""
-    if error.error is None or error.noise is None or error.error.shape[1] == 1:
+    sample = error.sample
+    if sample is None or sample.error.shape[1] == 1:
         return ""
-    rows = hit if bool(hit.any()) else torch.ones_like(hit)
-    ratio = (error.error / error.noise)[rows].square().mean(2).sqrt().median(0).values
+    by_head = (sample.error / sample.noise).square().mean(2).sqrt()
+    hit = by_head.amax(1) > EXCESS_RATIO
+    ratio = (by_head[hit] if bool(hit.any()) else by_head).median(0).values
     guilty = torch.nonzero(ratio > MEDIAN_RATIO).flatten().tolist()
     if not 0 < len(guilty) < len(ratio):
         return ""

@@ -220,7 +220,7 @@ def test_values_that_are_not_finite_are_counted_apart() -> None:
     wrong[5, 3], wrong[9, 0] = torch.nan, torch.inf
     error = measure(replace(output, captured=wrong))
     assert error.nonfinite == 2 and error.rows == ROWS - 2 and error.convicted
-    assert not error.beyond_rounding and error.error is not None
+    assert not error.beyond_rounding and error.sample is not None
     assert error.strength == pytest.approx(1e3)
 
 
