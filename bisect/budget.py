@@ -29,7 +29,7 @@ def rounding_budget(
     position = torch.from_numpy(chains.position)
     target = torch.from_numpy(chains.target)
     scored = torch.from_numpy(chains.scored)
-    embedded = model.embed(torch.from_numpy(chains.token))
+    token = torch.from_numpy(chains.token)
     dtypes = {side.label: getattr(torch, side.dtype) for side in sides}
     lowest = max(dtypes.values(), key=lambda dtype: torch.finfo(dtype).eps)
     kinds = [kind for kind in KINDS if _has(model, kind)]
@@ -38,6 +38,7 @@ def rounding_budget(
     runs |= {kind: Precision.only(kind, lowest) for kind in kinds}
     ends: dict[str, torch.Tensor] = {}
     for done, (name, precision) in enumerate(runs.items(), 1):
+        embedded = model.embed(token, precision=precision)
         ends[name] = model.tail(
             0, embedded, position, chains.lengths, target, precision=precision
         ).double()

@@ -42,20 +42,18 @@ class Chains:
 class Joined:
     """Rows that both captures hold; ``rollout``/``trainer`` int [row] index the captures' rows.
 
-    ``score_rollout``/``score_trainer`` float64 [score] are both sides' log-probs (nat) of the same
-    tokens, ``score_keys`` these tokens' keys, ``score_position`` their positions.
+    ``left_out`` counts the rows of either side that the other lacks, ``keyless`` those among them
+    whose prefix is not known. ``score_rollout``/``score_trainer`` float64 [score] are both sides'
+    log-probs (nat) of the same tokens.
     """
 
     rollout: NDArray[np.intp]
     trainer: NDArray[np.intp]
-    keys: _Keys
     left_out: int
     keyless: int
     chains: Chains
     score_rollout: NDArray[np.float64]
     score_trainer: NDArray[np.float64]
-    score_keys: _Keys
-    score_position: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -88,14 +86,11 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
     return Joined(
         rollout=rows[0],
         trainer=rows[1],
-        keys=common,
         left_out=len(keys[0]) + len(keys[1]) - 2 * len(common) + keyless,
         keyless=keyless,
         chains=_chains(rollout.rows.take(rows[0]), common),
         score_rollout=scores[0],
         score_trainer=scores[1],
-        score_keys=scores[2],
-        score_position=scores[3],
     )
 
 
@@ -186,18 +181,12 @@ def _path(leaf: int, parent: NDArray[np.intp]) -> NDArray[np.intp]:
 
 def _join_scores(
     rollout: ScoreTable, trainer: ScoreTable
-) -> tuple[NDArray[np.float64], NDArray[np.float64], _Keys, NDArray[np.int64]]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     firsts = [_first_of_each(table.keys) for table in (rollout, trainer)]
-    common, a, b = np.intersect1d(
+    _, a, b = np.intersect1d(
         rollout.keys.key[firsts[0]],
         trainer.keys.key[firsts[1]],
         assume_unique=True,
         return_indices=True,
     )
-    a, b = firsts[0][a], firsts[1][b]
-    return (
-        rollout.logprob[a],
-        trainer.logprob[b],
-        common,
-        rollout.rows.position[a].astype(np.int64),
-    )
+    return rollout.logprob[firsts[0][a]], trainer.logprob[firsts[1][b]]
