@@ -42,6 +42,7 @@ class Chains:
 class Joined:
     """Rows that both captures hold; ``rollout``/``trainer`` int [row] index the captures' rows.
 
+    ``keys`` [row] are the rows' prefix keys, in order, which is the same in any pair of captures.
     ``left_out`` counts the rows of either side that the other lacks, ``keyless`` those among them
     whose prefix is not known. ``score_rollout``/``score_trainer`` float64 [score] are both sides'
     log-probs (nat) of the same tokens.
@@ -49,6 +50,7 @@ class Joined:
 
     rollout: NDArray[np.intp]
     trainer: NDArray[np.intp]
+    keys: _Keys
     left_out: int
     keyless: int
     chains: Chains
@@ -86,6 +88,7 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
     return Joined(
         rollout=rows[0],
         trainer=rows[1],
+        keys=common,
         left_out=len(keys[0]) + len(keys[1]) - 2 * len(common) + keyless,
         keyless=keyless,
         chains=_chains(rollout.rows.take(rows[0]), common),
