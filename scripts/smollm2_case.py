@@ -63,7 +63,7 @@ def steps(work: Work) -> list[Step]:
             _own_answers(work),
         ),
         Step("carried gap, every boundary", "scan.npz", 200, _arrays(work, numbers.scan)),
-        Step("rounding budget", "budget.npz", 60, _arrays(work, numbers.budget)),
+        Step("rounding budget", "budget.npz", 80, _arrays(work, numbers.budget)),
         Step("own errors", "own.json", 60, _own(work, exact=False)),
         Step("own errors, float32", "own-fp32.json", 60, _own(work, exact=True)),
         Step("bisect, bfloat16", "verdict.json", 120, _verdict(work, exact=False)),
@@ -190,7 +190,8 @@ def run(work: Work, console: Console) -> None:
     pace, spent = 1.0, 0.0
     for number, step in enumerate(todo):
         left = pace * sum(each.seconds for each in todo[number:]) / 60
-        console.print(f"[{number + 1}/{len(todo)}] {step.name}; about {left:.1f} min left in all")
+        said = f"[{number + 1}/{len(todo)}] {step.name}; about {left:.1f} min left in all"
+        console.print(said, soft_wrap=True)
         begin = time.monotonic()
         with shown(console) as progress:
             step.do(work.directory / step.makes, progress)
