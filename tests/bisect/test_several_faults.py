@@ -12,6 +12,8 @@ import torch
 
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
+from layerbisect.bisect.weight_evidence import owner
+from layerbisect.fault_tools import forward_replaced
 from tests.bisect.conftest import Clean
 from tests.bisect.making import Fault, rewrite
 
@@ -74,6 +76,21 @@ def test_the_same_fault_on_both_sides_makes_no_gap(
     assert verdict.culprits == (), verdict.culprits
     assert verdict.status == "agree"
     assert any("both sides compute it alike" in r.evidence for r in verdict.ruled_out)
+
+
+def test_faults_of_one_operator_in_other_rows_are_not_alike(clean: Clean, tmp_path: Path) -> None:
+    made = {}
+    for label, at in (("rollout", 10), ("trainer", 30)):
+        engine = clean.engines[label]
+
+        def wrong(own: Any, x: torch.Tensor, at: int = at) -> torch.Tensor:
+            out: torch.Tensor = own(x)
+            return torch.cat([out[:, :at], 1.5 * out[:, at : at + 1], out[:, at + 1 :]], 1)
+
+        with forward_replaced(engine.model.get_submodule("model.layers.2.self_attn.o_proj"), wrong):
+            made[label] = engine.capture(tmp_path / label, clean.tokens)
+    (culprit,) = bisect(made["rollout"], made["trainer"], model=clean.model).culprits
+    assert (culprit.layer, culprit.operator, culprit.side) == (2, "linear", "both")
 
 
 def test_a_fault_in_every_layer_is_one_culprit(clean: Clean, tmp_path: Path) -> None:
@@ -200,3 +217,24 @@ def test_a_wrong_norm_of_queries_or_keys(clean: Clean, part: str, tmp_path: Path
     with stale(engine.model, [f"layers.1.self_attn.{part}"], 0.05):
         made = engine.capture(tmp_path / "wrong", clean.tokens)
     assert named(bisect(made, clean.trainer, model=clean.model)) == {(1, "norm", "rollout")}
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("model.layers.7.self_attn.k_norm.weight", (7, "norm")),
+        ("model.layers.7.post_attention_layernorm.weight", (7, "norm")),
+        ("model.layers.7.self_attn.v_proj.bias", (7, "linear")),
+        ("model.layers.7.mlp.down_proj.weight", (7, "linear")),
+        ("model.layers.7.mlp.experts.3.down_proj.weight", (7, "experts")),
+        ("model.layers.7.mlp.experts.gate_up_proj", (7, "experts")),
+        ("model.layers.7.mlp.gate.weight", (7, "router")),
+        ("model.embed_tokens.weight", (None, "embedding")),
+        ("model.norm.weight", (None, "norm")),
+        ("lm_head.weight", (None, "head")),
+        ("model.layers.7.something.weight", (7, "weights")),
+        ("visual.patch.weight", (None, "weights")),
+    ],
+)
+def test_each_tensor_has_an_operator(name: str, of: tuple[int | None, str]) -> None:
+    assert owner(name) == of
