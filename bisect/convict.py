@@ -6,19 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from layerbisect.bisect.measure import EXCESS_RATIO, EXTREME_RATIO, MEDIAN_RATIO, OwnError
-from layerbisect.bisect.residuals import row_ratios
+from layerbisect.bisect.alike import err_alike
+from layerbisect.bisect.measure import EXTREME_RATIO, OwnError
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit, RuledOut
 from layerbisect.bisect.weight_evidence import WEIGHTED, WeightEvidence
 from layerbisect.bisect.where import describe
 
-ALIKE = 0.5
-"""Two sides err alike when their errors differ by less than this share of their size."""
-ALIKE_FIT = 0.25
-"""The same, of systematic errors under the noise."""
 EVERYWHERE = 0.5
 """A fault in more than this share of the layers is one fault of the whole side."""
 EVERYWHERE_LAYERS = 3
@@ -26,7 +20,9 @@ WEIGHTED_POINTS = 3
 """So many points of a layer that follow from weights, wrong everywhere: the weights are wrong."""
 
 Shares = Mapping[int | None, float | None]
-"""Each layer's share of the squared gap; None is what comes after the last layer."""
+"""Shares of the squared gap by layer; None stands for what follows the last layer."""
+EMBEDDED = -1
+"""Stands for what comes before the first layer, in `Shares`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ def convict(
     An operator that errs alike on both sides is set apart.
     """
     first, second = ([e for e in errors[side.label] if e.convicted] for side in sides)
-    alike = [e for e in first if any(_alike(e, other) for other in second)]
+    alike = [e for e in first if any(err_alike(e, other) for other in second)]
     alike_points = {e.point for e in alike}
     culprits: list[Culprit] = []
     for side, found in zip(sides, (first, second), strict=True):
@@ -65,57 +61,25 @@ def convict(
         )
         for e in alike[:5]
     ]
+    ruled_out += [r for side in sides for r in _acquittals(errors[side.label], side.label)]
     return Findings(tuple(culprits), tuple(alike), tuple(ruled_out))
+
+
+def _acquittals(errors: Sequence[OwnError], label: str) -> list[RuledOut]:
+    """Say once for each reason what was acquitted, and where."""
+    reasons: dict[tuple[str, str], set[int | None]] = {}
+    for error in errors:
+        if error.acquitted:
+            reasons.setdefault((error.operator, error.acquitted), set()).add(error.layer)
+    return [
+        RuledOut(f"{operator} on the {label} side, {len(layers)} layers", why)
+        for (operator, why), layers in reasons.items()
+    ]
 
 
 def is_everywhere(count: int, total: int) -> bool:
     """Whether so many of the layers are most of them."""
     return count >= EVERYWHERE_LAYERS and count > EVERYWHERE * total
-
-
-def _alike(a: OwnError, b: OwnError) -> bool:
-    """Whether two sides' errors at one point are one error, up to their own roundings."""
-    if a.point != b.point or a.sample is None or b.sample is None:
-        return False
-    if not (a.far_off or b.far_off):
-        # below the noise only the systematic parts can be compared
-        theirs = {f.name: f.coefficient for f in b.fits}
-        return any(
-            f.name in theirs
-            and abs(f.coefficient - theirs[f.name])
-            < ALIKE_FIT * max(abs(f.coefficient), abs(theirs[f.name]))
-            for f in a.fits
-        )
-    # first by the size of all rows' errors, and then by the errors themselves of some
-    at_a, at_b = _common(a.flat_rows, b.flat_rows)
-    ratio_a, ratio_b = a.row_ratio[at_a], b.row_ratio[at_b]
-    if not len(at_a) or not _near((ratio_a - ratio_b).abs(), ratio_a, ratio_b):
-        return False
-    at_a, at_b = _common(a.sample.flat_rows, b.sample.flat_rows)
-    scale, ours, other = a.sample.noise[at_a], a.sample.error[at_a], b.sample.error[at_b]
-    if not len(at_a) or ours.shape != other.shape:
-        return False
-    apart = row_ratios((ours - other) / scale)
-    return _near(apart, row_ratios(ours / scale), row_ratios(other / scale))
-
-
-def _near(apart: torch.Tensor, ours: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether nearly all rows in excess ([row] each, in units of noise) are near each other."""
-    size = torch.maximum(ours, other)
-    excess = size > EXCESS_RATIO
-    if bool(excess.any()):
-        apart, size = apart[excess], size[excess]
-    # two roundings apart is as near as they come
-    allowed = (ALIKE * size).clamp_min(2**0.5 * MEDIAN_RATIO)
-    return bool((apart > allowed).double().mean() < 0.1)
-
-
-def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in each of two lists ([n] and [m]) the numbers are that both hold."""
-    place = {row: i for i, row in enumerate(b.tolist())}
-    pairs = [(i, place[row]) for i, row in enumerate(a.tolist()) if row in place]
-    both = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
 
 
 class _SideCulprits:
@@ -213,7 +177,7 @@ class _SideCulprits:
             point=group[0].point if one else _every_layer(worst.point),
             operator=operator,
             side=self.side.label,
-            share_of_gap=self._share(layers or [None]),
+            share_of_gap=self._share(layers or [EMBEDDED if operator == "embedding" else None]),
             own_error=worst.ratio,
             floor=worst.floor,
             where=describe(worst, self.side)

@@ -52,7 +52,19 @@ def directions_of(points: LayerPoints, suffix: str) -> dict[str, torch.Tensor]:
     return {}
 
 
+def units_of(points: LayerPoints, suffix: str) -> dict[str, float]:
+    """Map a direction to the size of the bug at a coefficient of one, where that is not one."""
+    if suffix in ("attn.norm", "mlp.norm") and not points.hidden(suffix):
+        return {"eps": norm_eps_unit(points.get("input" if suffix == "attn.norm" else "mid"))}
+    return {}
+
+
+def norm_eps_unit(stream: torch.Tensor) -> float:
+    """A tenth of the mean square: the eps that moves an RMS norm's output by a twentieth."""
+    return 0.1 * float(stream.square().mean())
+
+
 def norm_eps_direction(exact: torch.Tensor, stream: torch.Tensor, eps: float) -> torch.Tensor:
-    """Derivative of an RMS norm's output by its eps, per tenth of the mean square."""
+    """Derivative of an RMS norm's output by its eps, in units of `norm_eps_unit`."""
     mean_square = stream.square().mean(-1, keepdim=True)
-    return -0.5 * exact * (0.1 * mean_square.mean() / (mean_square + eps))
+    return -0.5 * exact * (norm_eps_unit(stream) / (mean_square + eps))

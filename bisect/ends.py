@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.directions import norm_eps_direction
+from layerbisect.bisect.directions import norm_eps_direction, norm_eps_unit
 from layerbisect.bisect.measure import Output, OwnError, measure
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import order_freedom, unique_rows, unit_roundoff
+from layerbisect.bisect.residuals import (
+    ONE_ROUNDING,
+    order_freedom,
+    unique_rows,
+    unit_roundoff,
+)
 from layerbisect.bisect.side import Side, boundary
 
 _STEP = 1e-4
@@ -31,6 +36,7 @@ def _embedding(model: ReferenceModel, side: Side) -> OwnError | None:
     rows = side.fresh
     rows = rows[unique_rows(token[rows][:, None])]
     exact = model.embed(token[rows])
+    size = exact.square().mean(1, keepdim=True).sqrt().expand_as(exact)
     return measure(
         Output(
             point=name,
@@ -45,6 +51,8 @@ def _embedding(model: ReferenceModel, side: Side) -> OwnError | None:
             flat_rows=rows,
             covers=("embedding",),
             gains=("all",),
+            # what errs by nothing gives no estimate: one rounding of the row's size is allowed
+            noise=ONE_ROUNDING * unit_roundoff(side.dtype) * size,
         )
     )
 
@@ -71,6 +79,7 @@ def _final_norm(model: ReferenceModel, side: Side) -> OwnError | None:
             covers=("norm",),
             gains=("all", "channel"),
             directions={"eps": norm_eps_direction(exact, stream[rows], model.config.eps)},
+            units={"eps": norm_eps_unit(stream[rows])},
         )
     )
 

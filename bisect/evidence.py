@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from layerbisect.bisect.budget import rounding_budget
 from layerbisect.bisect.carried_gap import CarriedGap, carried_gap, read_out
 from layerbisect.bisect.case import Case
-from layerbisect.bisect.convict import Findings, Shares, convict
+from layerbisect.bisect.convict import EMBEDDED, Findings, Shares, convict
 from layerbisect.bisect.ends import end_errors
 from layerbisect.bisect.join import repeats
 from layerbisect.bisect.measure import OwnError
@@ -129,11 +129,13 @@ def _own_errors(case: Case) -> dict[str, list[OwnError]]:
 
 
 def _shares(carried: CarriedGap, gap: Gap, layers: int) -> dict[int | None, float | None]:
-    """Each layer's share of the squared gap; independent contributions add in squares."""
+    """Shares of the squared gap; independent contributions add in squares."""
     whole = gap.mae**2
     shares: dict[int | None, float | None] = {None: None}
     if not math.isfinite(whole) or whole == 0:
         return shares
+    if 0 in carried.at:
+        shares[EMBEDDED] = carried.at[0] ** 2 / whole
     for layer in range(layers):
         if layer in carried.at and layer + 1 in carried.at:
             shares[layer] = (carried.at[layer + 1] ** 2 - carried.at[layer] ** 2) / whole

@@ -79,6 +79,11 @@ def _open(
             f"both captures are labelled {first.label!r}; give them different labels"
         )
     for capture in captures:
+        if capture.label in ("both", "unknown"):
+            raise LayerBisectError(
+                f"{capture.label!r} is what a verdict calls more than one side, or none; give "
+                f"{capture.directory} another label"
+            )
         check_dtype(capture)
     check_same_model(first, second)
     joined = join(first, second)

@@ -75,7 +75,8 @@ class OwnError:
     systematic parts beyond chance. ``covers`` has more than one operator where points between are
     not observable. ``set_aside`` counts rows whose route is too close to call. ``row_ratio`` [row]
     is each row's error and ``flat_rows`` [row] its place in the layout; ``sample`` is kept for
-    convicted operators only; ``parted`` says how q/k norm, rotation and projection were told apart.
+    convicted operators only; ``parted`` says how q/k norm, rotation and projection were told apart;
+    ``acquitted`` why an error beyond rounding changes nothing.
     """
 
     point: str
@@ -95,11 +96,12 @@ class OwnError:
     flat_rows: torch.Tensor
     sample: Sample | None = None
     parted: str = ""
+    acquitted: str = ""
 
     @property
     def convicted(self) -> bool:
         """Whether the error is beyond what rounding explains."""
-        return bool(self.nonfinite or self.far_off or self.fits)
+        return not self.acquitted and bool(self.nonfinite or self.far_off or self.fits)
 
     @property
     def far_off(self) -> bool:
@@ -123,6 +125,8 @@ class OwnError:
     @property
     def strength(self) -> float:
         """Order convictions: how many times beyond its threshold the error is."""
+        if self.acquitted:
+            return 0.0
         by_size = max(self.median / MEDIAN_RATIO, self.ratio / EXCESS_RATIO)
         by_fit = max((abs(f.z) / SYSTEMATIC_Z for f in self.fits), default=0.0)
         by_row = float(self.row_ratio.max()) / EXTREME_RATIO if self.extreme else 0.0
@@ -136,9 +140,9 @@ class Output:
     ``captured``, ``exact`` and ``low`` are [row, ...]; ``flat_rows`` [row] are their places in the
     layout. ``gains`` says at which grain a factor on the output is fitted (``channel`` also fits an
     offset), and ``directions`` maps further names to what the output would move by ([row, ...]) if
-    an error of one unit in that direction were present. ``noise`` [row, channel] is the standard
-    deviation of rounding where more is known of it than the two references show, and ``variance``
-    [row, channel] what rounds besides.
+    an error of one unit in that direction were present, ``units`` how large that unit is where it
+    is not one. ``noise`` [row, channel] is the standard deviation of rounding where more is known
+    of it than the two references show, and ``variance`` [row, channel] what rounds besides.
     """
 
     point: str
@@ -153,6 +157,7 @@ class Output:
     covers: tuple[str, ...]
     gains: tuple[By, ...] = ()
     directions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    units: Mapping[str, float] = field(default_factory=dict)
     noise: torch.Tensor | None = None
     variance: torch.Tensor | None = None
     set_aside: int = 0
@@ -194,6 +199,7 @@ def measure(output: Output) -> OwnError:
     if len(captured) >= SYSTEMATIC_ROWS:
         for direction in _directions(output, exact, scale, finite):
             fits += fits_beyond(direction, error, error_low, z=SYSTEMATIC_Z)
+    fits = [replace(f, coefficient=f.coefficient * output.units.get(f.name, 1.0)) for f in fits]
     judged = replace(
         judged,
         ratio=quantile(ratio, 0.95),

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.directions import directions_of, gains_of
+from layerbisect.bisect.directions import directions_of, gains_of, units_of
 from layerbisect.bisect.measure import EXCESS_RATIO, Output, OwnError, Sample, measure, quantile
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.qkv import part
+from layerbisect.bisect.qkv import acquit_shared_turn, part
 from layerbisect.bisect.reduction import reduction_variance
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import ONE_ROUNDING, unit_roundoff
@@ -30,6 +30,7 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
     found: list[OwnError] = []
     for layer in layers:
         points = LayerPoints(model, side, layer)
+        inside: list[OwnError] = []
         for suffix in points.judged():
             if suffix == "mlp.expert_ids":
                 error = _judge_selection(points)
@@ -38,7 +39,8 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
                 if suffix in ("attn.q", "attn.k") and error.convicted and error.rows:
                     operator, why = part(points, suffix, error)
                     error = replace(error, operator=operator, parted=why)
-            found.append(error)
+            inside.append(error)
+        found += acquit_shared_turn(points, inside)
     return found
 
 
@@ -60,6 +62,7 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
             covers=points.covers(suffix),
             gains=gains_of(points, suffix),
             directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
+            units=units_of(points, suffix),
             variance=reduction_variance(points, suffix, rows),
             set_aside=set_aside,
         )

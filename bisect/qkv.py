@@ -7,6 +7,9 @@ neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from layerbisect.bisect.measure import MEDIAN_RATIO, Output, OwnError, measure
@@ -14,6 +17,9 @@ from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
 
 _ITERATIONS = 8
+# a turn that is the same everywhere shows in the first few sequences
+_SEQUENCES = 8
+_SEQUENCE_ROWS = 256
 _TINY = 1e-30
 
 
@@ -54,6 +60,46 @@ def part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, st
                 f"(what is left is {misfit / rounding:.1f}x rounding)"
             )
     return "linear", "neither a rotation nor a norm explains it"
+
+
+def acquit_shared_turn(points: LayerPoints, errors: Sequence[OwnError]) -> list[OwnError]:
+    """Acquit queries and keys that are turned by one and the same angle more than they should be.
+
+    Attention sees their products, which depend on the difference of positions alone: positions
+    that start elsewhere, as under left padding, change q and k and nothing after them.
+    """
+    turned = [e for e in errors if e.convicted and e.operator == "rope" and e.parted]
+    if len(turned) < 2 or not _products_are_right(points):
+        return list(errors)
+    why = (
+        "queries and keys are turned by the same angle more (positions that start elsewhere, as "
+        "under left padding), which attention does not see"
+    )
+    return [replace(e, acquitted=why, fits=()) if e in turned else e for e in errors]
+
+
+def _products_are_right(points: LayerPoints) -> bool:
+    """Whether the products of queries with the keys before them are right within rounding."""
+    q, k = points.captured("attn.q"), points.captured("attn.k")
+    assert q is not None and k is not None
+    low = points.side.low
+    exact_q, exact_k = points.compute("attn.q"), points.compute("attn.k")
+    low_q, low_k = points.compute("attn.q", low), points.compute("attn.k", low)
+    start, error, rounding = 0, [], []
+    for length in points.side.chains.lengths[:_SEQUENCES]:
+        rows = slice(start, start + min(length, _SEQUENCE_ROWS))
+        start += length
+        exact = _products(exact_q[rows], exact_k[rows])
+        error.append((_products(q[rows], k[rows]) - exact).square().sum((1, 2)))
+        rounding.append((_products(low_q[rows], low_k[rows]) - exact).square().sum((1, 2)))
+    ratio = torch.stack(error).sum(0) / torch.stack(rounding).sum(0).clamp_min(_TINY)
+    return float(ratio.max().sqrt()) < MEDIAN_RATIO
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Causal products of one sequence: [head, row, row], 0 above the diagonal."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return torch.einsum("rhc,shc->hrs", q, k).tril()
 
 
 def _pair_lengths(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from layerbisect.bisect.convict import is_everywhere
+from layerbisect.bisect.convict import EMBEDDED, is_everywhere
 from layerbisect.bisect.evidence import Evidence
 from layerbisect.bisect.verdict import Culprit, Status
 
@@ -30,7 +30,8 @@ def weigh(evidence: Evidence) -> Judgement:
     """Judge a case in which everything could be measured."""
     gap, culprits = evidence.gap, evidence.findings.culprits
     misfit = _misfit(evidence)
-    if misfit:
+    # what both sides share does not hide what one side does alone, unless it is everywhere
+    if misfit and (not culprits or _shared_everywhere(evidence)):
         return Judgement("inconclusive", (misfit,))
     if gap.nonfinite:
         return Judgement(
@@ -98,30 +99,41 @@ def _weigh_gap(evidence: Evidence) -> Judgement:
     return Judgement("divergent", (beyond,), (suspect,))
 
 
+def _shared_everywhere(evidence: Evidence) -> bool:
+    alike = evidence.findings.alike
+    judged = {e.layer for found in evidence.errors.values() for e in found} - {None}
+    wrong = {e.layer for e in alike} - {None}
+    return is_everywhere(len(wrong), len(evidence.layers)) or (bool(wrong) and wrong == judged)
+
+
 def _misfit(evidence: Evidence) -> str | None:
     """Say, in a sentence, when the model directory is not what both sides ran."""
     alike = evidence.findings.alike
     if not alike:
         return None
     shared = evidence.weights.shared
-    total = len(evidence.layers)
-    judged = {e.layer for found in evidence.errors.values() for e in found} - {None}
-    wrong = {e.layer for e in alike}
     if shared:
         how = f"{len(shared)} of its tensors, such as {shared[0]}, are other than both ran"
-    elif None in wrong or is_everywhere(len(wrong), total) or wrong == judged:
-        how = f"both differ from it in the same way in {len(alike)} operators"
+    elif _shared_everywhere(evidence) or any(e.layer is None for e in alike):
+        first = alike[0]
+        how = f"both differ from it in the same way in {first.operator} at {first.point}" + (
+            f" and {len(alike) - 1} more operators" if len(alike) > 1 else ""
+        )
     else:
         return None
     return (
-        "the model directory does not hold the weights or the settings that both sides ran: "
-        f"{how}; give --model the checkpoint in use"
+        "the model directory does not hold the weights or the settings that both sides ran (a "
+        f"temperature is one): {how}; give --model the checkpoint in use, and capture raw scores"
     )
 
 
 def _standing_out(evidence: Evidence) -> Culprit | None:
     """Name the layer that makes most of a gap that no operator's own error explains."""
-    shares = {k: v for k, v in evidence.shares.items() if v is not None and v > STANDING_OUT}
+    shares = {
+        layer: share
+        for layer, share in evidence.shares.items()
+        if share is not None and share > STANDING_OUT and layer != EMBEDDED
+    }
     if not shares:
         return None
     layer = max(shares, key=lambda name: shares[name])

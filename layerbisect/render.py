@@ -25,6 +25,9 @@ _STYLES: dict[Status, str] = {
 _LABEL = 9
 BAR = 20
 
+_PLAIN_RATIO = 2.0
+"""An own error this many times its floor convicts by its size alone."""
+
 
 def headline(verdict: Verdict) -> str:
     """Say the verdict in one sentence."""
@@ -55,9 +58,13 @@ def _finding(verdict: Verdict) -> str:
 def _conviction(culprit: Culprit) -> str:
     operator = f" ({culprit.operator})" if culprit.operator else ""
     said = f"{culprit.point}{operator} {_side(culprit.side)}"
+    proof = f"own error {_own(culprit)}"
+    # what a fit or a few rows convict is within rounding over most rows
+    if culprit.evidence and not culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0):
+        proof = culprit.evidence[0].removeprefix(f"{culprit.point}: ")
     if culprit.share_of_gap is not None and culprit.share_of_gap > 0:
-        return f"{said} makes {percent(culprit.share_of_gap)} of the gap; own error {_own(culprit)}"
-    return f"{said} has an own error of {_own(culprit)}"
+        return f"{said} makes {percent(culprit.share_of_gap)} of the gap; {proof}"
+    return f"{said}: {proof}"
 
 
 def _own(culprit: Culprit) -> str:
@@ -157,8 +164,8 @@ class _Page:
         self._title("culprits" if len(self.verdict.culprits) > 1 else "culprit")
         for number, one in enumerate(self.verdict.culprits, 1):
             operator = one.operator or "operator unknown"
-            layer = "no layer's" if one.layer is None else f"layer {one.layer}"
-            self._line(f"{number}. {one.point}  {operator}, {layer}, {_side(one.side)}", 2)
+            layer = "" if one.layer is None else f"layer {one.layer}, "
+            self._line(f"{number}. {one.point}  {operator}, {layer}{_side(one.side)}", 2)
             share = "share not probed"
             if one.share_of_gap is not None:
                 share = f"{percent(one.share_of_gap)} of the squared gap"

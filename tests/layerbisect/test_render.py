@@ -115,7 +115,7 @@ def test_first_line_convicts() -> None:
         ),
         (
             {"culprits": (culprit(share_of_gap=None, side="both"),)},
-            "divergent: layers.9.attn.context (attention) on both sides has an own error of "
+            "divergent: layers.9.attn.context (attention) on both sides: own error "
             "6.9x rounding (floor 1.1x)",
         ),
         (
