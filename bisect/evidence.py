@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from layerbisect.bisect.budget import rounding_budget
 from layerbisect.bisect.carried_gap import CarriedGap, carried_gap, read_out
 from layerbisect.bisect.case import Case
-from layerbisect.bisect.convict import EMBEDDED, Findings, Shares, convict
+from layerbisect.bisect.convict import Findings, convict
 from layerbisect.bisect.ends import end_errors
 from layerbisect.bisect.join import repeats
 from layerbisect.bisect.measure import OwnError
@@ -21,6 +21,7 @@ from layerbisect.bisect.metrics import score_gap
 from layerbisect.bisect.own_error import own_errors
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import order_freedom
+from layerbisect.bisect.side_culprits import EMBEDDED, Shares
 from layerbisect.bisect.verdict import Gap, LayerEvidence, Probe, RoundingBudget, RuledOut
 from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
 

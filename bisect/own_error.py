@@ -37,8 +37,7 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
             else:
                 error = _judge(points, suffix)
                 if suffix in ("attn.q", "attn.k") and error.convicted and error.rows:
-                    operator, why = part(points, suffix, error)
-                    error = replace(error, operator=operator, parted=why)
+                    error = part(points, suffix, error)
             inside.append(error)
         found += acquit_shared_turn(points, inside)
     return found

@@ -23,8 +23,16 @@ _SEQUENCE_ROWS = 256
 _TINY = 1e-30
 
 
-def part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, str]:
-    """Name the operator behind a convicted ``attn.q`` or ``attn.k``, and the evidence for it."""
+def part(points: LayerPoints, suffix: str, convicted: OwnError) -> OwnError:
+    """Name the operator behind a convicted ``attn.q`` or ``attn.k``, as far as it can be told."""
+    operator, why = _part(points, suffix, convicted)
+    if operator == "linear" and points.hidden(suffix):
+        # the norm before the projection is not seen either
+        return convicted
+    return replace(convicted, operator=operator, parted=why)
+
+
+def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, str]:
     captured = points.captured(suffix)
     assert captured is not None
     rows = convicted.flat_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from layerbisect.bisect.convict import EMBEDDED, is_everywhere
 from layerbisect.bisect.evidence import Evidence
+from layerbisect.bisect.side_culprits import EMBEDDED, is_everywhere
 from layerbisect.bisect.verdict import Culprit, Status
 
 GAP_FACTOR = 1.5

@@ -1,0 +1,214 @@
+"""One side's errors made into culprits: one a fault, however many operators it makes err."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from layerbisect.bisect.measure import EXTREME_RATIO, OwnError
+from layerbisect.bisect.side import Side
+from layerbisect.bisect.verdict import Culprit
+from layerbisect.bisect.weight_evidence import WEIGHTED, WeightEvidence, owner
+from layerbisect.bisect.where import describe
+
+EVERYWHERE = 0.5
+"""A fault in more than this share of the layers is one fault of the whole side."""
+EVERYWHERE_LAYERS = 3
+WEIGHTED_POINTS = 3
+"""So many points of a layer that follow from weights, wrong everywhere: the weights are wrong."""
+
+Shares = Mapping[int | None, float | None]
+"""Shares of the squared gap by layer; None stands for what follows the last layer."""
+EMBEDDED = -1
+"""Stands for what comes before the first layer, in `Shares`."""
+
+
+def is_everywhere(count: int, total: int) -> bool:
+    """Whether so many of the layers are most of them."""
+    return count >= EVERYWHERE_LAYERS and count > EVERYWHERE * total
+
+
+class SideCulprits:
+    """Makes culprits of one side's errors."""
+
+    def __init__(
+        self, judged: Sequence[OwnError], side: Side, shares: Shares, weights: WeightEvidence
+    ) -> None:
+        self.side = side
+        self.shares = shares
+        self.weights = weights
+        self.layers = len({e.layer for e in judged} - {None})
+
+    def name(self, found: Sequence[OwnError]) -> list[Culprit]:
+        """Group errors into one culprit a fault."""
+        by_weights = self._weights(found)
+        rest = [e for e in found if e not in by_weights]
+        culprits = [self._culprit(group) for group in self._grouped(rest)]
+        if by_weights or self._stale(found):
+            culprits.append(self._weights_culprit(by_weights))
+        return culprits
+
+    def _stale(self, found: Iterable[OwnError]) -> bool:
+        """Whether fingerprints convict the weights as such, and not just one operator's."""
+        owners = self.weights.owners(self.side.label)
+        explained = {(e.layer, e.operator) for e in found}
+        # a stretch of several operators holds all weights of its layer
+        whole = {e.layer for e in found if len(e.covers) > 1 and not e.parted}
+        return len({layer for layer, _ in owners}) > 1 or any(
+            o not in explained and o[0] not in whole for o in owners
+        )
+
+    def _weights(self, found: Sequence[OwnError]) -> list[OwnError]:
+        """Errors that other weights explain: of those fingerprinted, or because they are all over.
+
+        Without fingerprints one wrong setting has to be told from wrong weights: it shows at one or
+        two points of a layer, and weights at all that follow from them.
+        """
+        holding = [e for e in found if set(e.covers) & WEIGHTED]
+        if self._stale(found):
+            owners = self.weights.owners(self.side.label)
+            layers = {layer for layer, _ in owners}
+            return [
+                e
+                for e in holding
+                if (e.layer, e.operator) in owners or (len(e.covers) > 1 and e.layer in layers)
+            ]
+        layers_of: dict[str, set[int]] = defaultdict(set)
+        for e in holding:
+            if e.layer is not None and e.operator in WEIGHTED:
+                layers_of[e.point.split(".", 2)[2]].add(e.layer)
+        wrong = {s for s, at in layers_of.items() if is_everywhere(len(at), self.layers)}
+        return holding if len(wrong) >= WEIGHTED_POINTS else []
+
+    def _grouped(self, found: Sequence[OwnError]) -> list[list[OwnError]]:
+        """One group an operator that errs in most layers, and else one a place in a layer."""
+        by_operator: dict[str | None, list[OwnError]] = defaultdict(list)
+        for error in found:
+            by_operator[_operator(error)].append(error)
+        groups: list[list[OwnError]] = []
+        for errors in by_operator.values():
+            if is_everywhere(len({e.layer for e in errors} - {None}), self.layers):
+                groups.append(errors)
+                continue
+            by_place: dict[tuple[int | None, str], list[OwnError]] = defaultdict(list)
+            for error in errors:
+                by_place[error.layer, _place(error.point)].append(error)
+            groups += by_place.values()
+        return groups
+
+    def _culprit(self, group: Sequence[OwnError]) -> Culprit:
+        worst = max(group, key=lambda e: e.strength)
+        layers = sorted({e.layer for e in group if e.layer is not None})
+        one = len(layers) <= 1
+        if not one:
+            worst = max((e for e in group if e.layer is not None), key=lambda e: e.strength)
+        operator = _operator(worst)
+        shown = group if one else [worst]
+        evidence = [sentence for error in shown for sentence in _evidence(error)]
+        if operator is None:
+            evidence.append(
+                "points between are not captured: it may be any of " + ", ".join(worst.covers)
+            )
+        different = [
+            name
+            for name in self.weights.different[self.side.label]
+            if owner(name)[0] in {e.layer for e in group} and operator in (owner(name)[1], None)
+        ]
+        if different:
+            evidence.append(
+                "its weights differ from the model directory: " + ", ".join(different[:3])
+            )
+        return Culprit(
+            layer=worst.layer if one else None,
+            point=group[0].point if one else _every_layer(worst.point),
+            operator=operator,
+            side=self.side.label,
+            share_of_gap=self._share(layers or [EMBEDDED if operator == "embedding" else None]),
+            own_error=worst.ratio,
+            floor=worst.floor,
+            where=describe(worst, self.side)
+            if one
+            else f"{len(layers)} of {self.layers} layers, {layers[0]} the first",
+            evidence=tuple(evidence),
+        )
+
+    def _weights_culprit(self, group: Sequence[OwnError]) -> Culprit:
+        label = self.side.label
+        names = [n for n in self.weights.different[label] if n not in self.weights.shared]
+        layers = {layer for layer, _ in self.weights.owners(label)} | {e.layer for e in group}
+        evidence = []
+        if names:
+            evidence.append(
+                f"{len(names)} of {self.weights.compared[label]} tensors compared differ from the "
+                f"model directory, such as {names[0]}: stale, or loaded wrongly"
+            )
+        else:
+            evidence.append(
+                f"operators that hold weights err in {len(layers - {None})} of {self.layers} "
+                "layers: this side does not run the weights of the model directory (stale, loaded "
+                "wrongly, or quantized)"
+            )
+        worst = max(group, key=lambda e: e.strength, default=None)
+        if worst is None:
+            evidence.append("no operator errs beyond rounding by it")
+        else:
+            evidence += _evidence(worst)
+        layer = next(iter(layers)) if len(layers) == 1 else None
+        return Culprit(
+            layer=layer,
+            point="layers.*" if layer is None else f"layers.{layer}",
+            operator="weights",
+            side=label,
+            share_of_gap=self._share(sorted(layers, key=lambda n: -1 if n is None else n)),
+            own_error=worst.ratio if worst else float("nan"),
+            floor=worst.floor if worst else float("nan"),
+            where=f"{len(layers - {None})} of {self.layers} layers",
+            evidence=tuple(evidence),
+        )
+
+    def _share(self, layers: Sequence[int | None]) -> float | None:
+        known = [s for layer in layers if (s := self.shares.get(layer)) is not None]
+        return sum(known) if known else None
+
+
+def _operator(error: OwnError) -> str | None:
+    return error.operator if len(error.covers) == 1 or error.parted else None
+
+
+def _place(point: str) -> str:
+    """Where in a layer a point is; queries, keys and values are made in one place."""
+    suffix = point.split(".", 2)[-1]
+    return "attn.qkv" if suffix in ("attn.q", "attn.k", "attn.v") else suffix
+
+
+def _every_layer(point: str) -> str:
+    return "layers.*." + point.split(".", 2)[2]
+
+
+def _evidence(error: OwnError) -> list[str]:
+    lines = []
+    if error.nonfinite:
+        lines.append(f"{error.point}: {error.nonfinite} rows hold NaN or infinity")
+    if error.beyond_rounding:
+        lines.append(
+            f"{error.point}: on its own captured input, error {error.ratio:.1f}x rounding at the "
+            f"95th percentile of {error.rows} rows ({error.floor:.1f}x for the low-precision "
+            f"reference); {error.excess:.1%} of rows in excess"
+        )
+    elif error.extreme:
+        lines.append(
+            f"{error.point}: {error.extreme} of {error.rows} rows err more than "
+            f"{EXTREME_RATIO:.0f}x rounding, {float(error.row_ratio.max()):.0f}x the worst"
+        )
+    for f in error.fits[:3]:
+        lines.append(
+            f"{error.point}: systematic, {f.name} {f.coefficient:+.4g} "
+            f"({abs(f.z):.0f} standard errors from none)"
+        )
+    lines += [f"{error.point}: {error.parted}"] if error.parted else []
+    if error.set_aside:
+        lines.append(
+            f"{error.point}: {error.set_aside} rows set aside (a near tie in routing, or an input "
+            "that is not finite)"
+        )
+    return lines
