@@ -120,6 +120,9 @@ class LayerPoints:
         """Read a point ([flat, ...]), or None where the engine does not show it."""
         if suffix not in self._captured:
             self._captured[suffix] = self.side.read(self.name(suffix))
+        if suffix == "mlp.expert_weights" and self.captured("mlp.expert_ids") is None:
+            # of which expert each of them is, is not known
+            return None
         return self._captured[suffix]
 
     def get(self, suffix: str, precision: Precision = FULL) -> torch.Tensor:

@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from layerbisect.bisect.measure import EXTREME_RATIO, OwnError
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit
-from layerbisect.bisect.weight_evidence import WEIGHTED, WeightEvidence, owner
+from layerbisect.bisect.weight_evidence import WEIGHTED, Owner, WeightEvidence, owner
 from layerbisect.bisect.where import describe
 
 EVERYWHERE = 0.5
 """A fault in more than this share of the layers is one fault of the whole side."""
 EVERYWHERE_LAYERS = 3
 WEIGHTED_POINTS = 3
-"""So many points of a layer that follow from weights, wrong everywhere: the weights are wrong."""
+"""So many points of a layer that follow from weights, wrong in several: the weights are wrong."""
+FEW_WEIGHTS = 3
+"""Up to so many operators with wrong weights are blamed one by one."""
 
 Shares = Mapping[int | None, float | None]
 """Shares of the squared gap by layer; None stands for what follows the last layer."""
@@ -41,44 +43,50 @@ class SideCulprits:
 
     def name(self, found: Sequence[OwnError]) -> list[Culprit]:
         """Group errors into one culprit a fault."""
-        by_weights = self._weights(found)
+        by_weights = self._by_weights(found)
         rest = [e for e in found if e not in by_weights]
         culprits = [self._culprit(group) for group in self._grouped(rest)]
         if by_weights or self._stale(found):
             culprits.append(self._weights_culprit(by_weights))
         return culprits
 
-    def _stale(self, found: Iterable[OwnError]) -> bool:
-        """Whether fingerprints convict the weights as such, and not just one operator's."""
+    def _stale(self, found: Iterable[OwnError]) -> set[Owner]:
+        """Whose weights are wrong as such, by fingerprints, and not just as one operator's fault.
+
+        A few wrong tensors that are seen to make their operators err are these operators' faults.
+        """
         owners = self.weights.owners(self.side.label)
         explained = {(e.layer, e.operator) for e in found}
         # a stretch of several operators holds all weights of its layer
-        whole = {e.layer for e in found if len(e.covers) > 1 and not e.parted}
-        return len({layer for layer, _ in owners}) > 1 or any(
-            o not in explained and o[0] not in whole for o in owners
-        )
+        whole = {e.layer for e in found if _operator(e) is None}
+        unexplained = {o for o in owners if o not in explained and o[0] not in whole}
+        return owners if unexplained or len(owners) > FEW_WEIGHTS else set()
 
-    def _weights(self, found: Sequence[OwnError]) -> list[OwnError]:
-        """Errors that other weights explain: of those fingerprinted, or because they are all over.
+    def _by_weights(self, found: Sequence[OwnError]) -> list[OwnError]:
+        """Errors that other weights explain: of those fingerprinted, or because they are many.
 
         Without fingerprints one wrong setting has to be told from wrong weights: it shows at one or
         two points of a layer, and weights at all that follow from them.
         """
-        holding = [e for e in found if set(e.covers) & WEIGHTED]
-        if self._stale(found):
-            owners = self.weights.owners(self.side.label)
-            layers = {layer for layer, _ in owners}
+        stale = self._stale(found)
+        if stale:
+            layers = {layer for layer, _ in stale}
             return [
                 e
-                for e in holding
-                if (e.layer, e.operator) in owners or (len(e.covers) > 1 and e.layer in layers)
+                for e in found
+                if (e.layer, _operator(e)) in stale or (_operator(e) is None and e.layer in layers)
             ]
-        layers_of: dict[str, set[int]] = defaultdict(set)
+        holding = [e for e in found if _operator(e) in WEIGHTED]
+        wrong: dict[int, set[str]] = defaultdict(set)
         for e in holding:
-            if e.layer is not None and e.operator in WEIGHTED:
-                layers_of[e.point.split(".", 2)[2]].add(e.layer)
-        wrong = {s for s, at in layers_of.items() if is_everywhere(len(at), self.layers)}
-        return holding if len(wrong) >= WEIGHTED_POINTS else []
+            # a wrong setting may touch every norm of a layer
+            if e.layer is not None and _operator(e) != "norm":
+                wrong[e.layer].add(e.point)
+        many = {layer for layer, points in wrong.items() if len(points) >= WEIGHTED_POINTS}
+        if len(many) < EVERYWHERE_LAYERS:
+            return []
+        ends = {None} if is_everywhere(len(many), self.layers) else set()
+        return [e for e in holding if e.layer in many | ends]
 
     def _grouped(self, found: Sequence[OwnError]) -> list[list[OwnError]]:
         """One group an operator that errs in most layers, and else one a place in a layer."""
@@ -126,9 +134,7 @@ class SideCulprits:
             share_of_gap=self._share(layers or [EMBEDDED if operator == "embedding" else None]),
             own_error=worst.ratio,
             floor=worst.floor,
-            where=describe(worst, self.side)
-            if one
-            else f"{len(layers)} of {self.layers} layers, {layers[0]} the first",
+            where=describe(worst, self.side) if one else self._where(layers),
             evidence=tuple(evidence),
         )
 
@@ -145,8 +151,8 @@ class SideCulprits:
         else:
             evidence.append(
                 f"operators that hold weights err in {len(layers - {None})} of {self.layers} "
-                "layers: this side does not run the weights of the model directory (stale, loaded "
-                "wrongly, or quantized)"
+                "layers, several in each: this side does not run the weights of the model "
+                "directory (stale, loaded wrongly, or quantized)"
             )
         worst = max(group, key=lambda e: e.strength, default=None)
         if worst is None:
@@ -162,9 +168,15 @@ class SideCulprits:
             share_of_gap=self._share(sorted(layers, key=lambda n: -1 if n is None else n)),
             own_error=worst.ratio if worst else float("nan"),
             floor=worst.floor if worst else float("nan"),
-            where=f"{len(layers - {None})} of {self.layers} layers",
+            where=self._where(layers),
             evidence=tuple(evidence),
         )
+
+    def _where(self, layers: Iterable[int | None]) -> str:
+        inside = [layer for layer in layers if layer is not None]
+        if not inside:
+            return "all rows"
+        return f"{len(inside)} of {self.layers} layers, {min(inside)} the first"
 
     def _share(self, layers: Sequence[int | None]) -> float | None:
         known = [s for layer in layers if (s := self.shares.get(layer)) is not None]

@@ -157,6 +157,29 @@ def test_stale_weights_are_one_culprit(
     assert {c.operator for c in verdict.culprits} <= {"weights"}
 
 
+@pytest.mark.parametrize("fingerprints", [True, False], ids=["fingerprints", "none"])
+def test_a_stage_with_stale_weights_is_one_culprit(
+    clean: Clean, fingerprints: bool, tmp_path: Path
+) -> None:
+    engine = clean.engines["rollout"]
+    with stale(engine.model, ["layers.1.", "layers.2.", "layers.3."], 0.05):
+        made = engine.capture(tmp_path / "stale", clean.tokens, faults=[("rope-shifted", 2)])
+    if not fingerprints:
+        made = rewrite(made, tmp_path / "bare", info={"fingerprints": {}})
+    verdict = bisect(made, clean.trainer, model=clean.model)
+    first = next(c for c in verdict.culprits if c.operator == "weights")
+    assert first.where == "3 of 4 layers, 1 the first" and first.layer is None
+    # a wrong rotation of queries that are wrong already cannot be told apart
+    assert len(verdict.culprits) == 1
+
+
+def test_two_wrong_tensors_are_two_operators_faults(clean: Clean, tmp_path: Path) -> None:
+    faults = [("norm-weight", 0), ("rope-shifted", 2), ("norm-weight", 2)]
+    verdict = with_faults(clean, tmp_path, (), faults)
+    expected = {(0, "norm", "trainer"), (2, "rope", "trainer"), (2, "norm", "trainer")}
+    assert named(verdict) == expected
+
+
 def test_weights_too_little_off_to_see_are_known_by_their_fingerprints(
     clean: Clean, tmp_path: Path
 ) -> None:
