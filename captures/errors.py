@@ -2,6 +2,8 @@
 
 LayerBisectError
 ├── CaptureError
+├── RecordError
+├── WorkerError
 ├── TokenMismatchError
 └── ModelDirectoryError
 
@@ -16,6 +18,14 @@ class LayerBisectError(ValueError):
 
 class CaptureError(LayerBisectError):
     """A capture on disk that is missing, broken, empty, or of the wrong kind."""
+
+
+class RecordError(LayerBisectError):
+    """A record of scores that is missing, damaged, or says what cannot be."""
+
+
+class WorkerError(LayerBisectError):
+    """A rollout worker that is down, slow, answers an error, or answers for something else."""
 
 
 class TokenMismatchError(LayerBisectError):

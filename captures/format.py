@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from layerbisect.captures.errors import CaptureError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCHEMA = 1
 HEADER_KEY = "layerbisect"
@@ -167,13 +170,11 @@ class PassTensors:
     schema: int = SCHEMA
 
 
-_Record = TypeVar("_Record", CaptureInfo, RankManifest, PassHeader, PassTensors)
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
-def to_json(
-    record: CaptureInfo | RankManifest | PassHeader | PassTensors, indent: int | None = None
-) -> str:
-    """Serialize a record."""
+def to_json(record: DataclassInstance, indent: int | None = None) -> str:
+    """Serialize a record: a dataclass of this format with its ``schema``."""
     return json.dumps(dataclasses.asdict(record), indent=indent)
 
 
