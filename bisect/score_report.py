@@ -92,8 +92,8 @@ class Effect:
     ``clipped_low`` and ``clipped_high``, the shares of tokens below 1 - epsilon and above
     1 + epsilon; ``effective_sample_size`` is (sum r)^2 / (n sum r^2), 1 where all are 1, and
     ``effective_responses`` the same over responses, with the product of a response's ratios.
-    ``k1`` is the mean of A - C and ``k3`` that of r - 1 - log r: estimates in nats of the divergence
-    KL(rollout || trainer) a token (http://joschu.net/blog/kl-approx.html).
+    ``k1`` is the mean of A - C and ``k3`` that of r - 1 - log r: estimates of the divergence
+    KL(rollout || trainer) in nats a token (http://joschu.net/blog/kl-approx.html).
     """
 
     rollout: str
