@@ -16,18 +16,17 @@ RepeatKind = Literal["one worker", "workers", "router", "trainer"]
 
 @dataclass(frozen=True, slots=True)
 class TokenGap:
-    """One response token's scores (nat); ``position`` counts from the response's first token."""
+    """One response token's scores (nat), and first minus second.
+
+    ``position`` counts from the response's first token.
+    """
 
     call: str
     position: int
     token: int
     first: float
     second: float
-
-    @property
-    def difference(self) -> float:
-        """First minus second."""
-        return self.first - self.second
+    difference: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,13 @@ class PositionGap:
 class PairReport:
     """Two columns' difference, ``first`` minus ``second``, over the tokens that the mask keeps.
 
+    ``name`` carries the order of the subtraction, such as ``A-B0``.
     ``first_token`` is of response position 0 alone and ``later`` of all others: a response's first
     token comes from prefill and the others from decode. ``worst`` are the largest differences.
     ``exact_quantiles`` is False where p95 and p99 come from a histogram, within 0.1 %.
     """
 
+    name: str
     first: str
     second: str
     gap: Gap
@@ -58,11 +59,6 @@ class PairReport:
     by_position: tuple[PositionGap, ...]
     worst: tuple[TokenGap, ...]
     exact_quantiles: bool = True
-
-    @property
-    def name(self) -> str:
-        """Such as ``A-B0``."""
-        return f"{self.first}-{self.second}"
 
 
 @dataclass(frozen=True, slots=True)

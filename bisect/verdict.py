@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from layerbisect.bisect.score_report import ScoreReport
 
 SCHEMA = 1
 Status = Literal["agree", "divergent", "unstable", "inconclusive"]
@@ -46,7 +49,9 @@ class Culprit:
     captured, and the evidence then says which operators it may be. ``side`` is a capture's label,
     ``both`` or ``unknown``. ``own_error`` and ``floor`` are in units of what the low-precision
     reference loses on the same input (95th percentile over rows). ``share_of_gap`` is of the
-    squared gap, and None where the boundaries around it were not probed.
+    squared gap, and None where the boundaries around it were not probed. Of a culprit that scores
+    convict, ``own_error`` is its tokens' mean difference over that of the two columns which agree,
+    and ``share_of_gap`` the part of the absolute gap that its shape explains.
     """
 
     layer: int | None
@@ -154,8 +159,8 @@ class Probe:
 class Verdict:
     """The whole answer.
 
-    ``reasons`` says, in sentences, why the status is what it is. ``bool(verdict)`` is True when
-    the sides agree.
+    ``reasons`` says, in sentences, why the status is what it is. ``scores`` holds the figures where
+    A, B and C were judged. ``bool(verdict)`` is True when the sides agree.
     """
 
     status: Status
@@ -170,6 +175,7 @@ class Verdict:
     differences: tuple[PointDifference, ...] = ()
     probe: Probe | None = None
     labels: tuple[str, str] = ("rollout", "trainer")
+    scores: ScoreReport | None = None
     schema: int = field(default=SCHEMA)
 
     def __bool__(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +205,13 @@ def _tensors(record: ScoreRecord) -> tuple[dict[str, NDArray[Any]], dict[str, st
 
 
 def open_all(paths: Iterable[str | os.PathLike[str]]) -> list[ScoreRecord]:
-    """Open several records that are judged together; directories stand for the records in them.
+    """Open several records; directories stand for the records in them, in order of their names.
 
-    Raises RecordError for none, and for two that hold other columns.
+    Raises RecordError for none.
     """
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise RecordError("there is no record; name a file, or a directory with some")
-    records = [ScoreRecord.open(file) for file in files]
-    for first, other in pairwise(records):
-        if set(first.columns) != set(other.columns):
-            differing = sorted(set(first.columns) ^ set(other.columns))
-            raise RecordError(
-                f"{first.path} and {other.path} differ in column {differing[0]}; judge records "
-                "with the same columns together"
-            )
-    return records
+    return [ScoreRecord.open(file) for file in files]
