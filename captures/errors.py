@@ -4,6 +4,7 @@ LayerBisectError
 ├── CaptureError
 ├── RecordError
 ├── WorkerError
+├── TrainerError
 ├── TokenMismatchError
 └── ModelDirectoryError
 
@@ -26,6 +27,10 @@ class RecordError(LayerBisectError):
 
 class WorkerError(LayerBisectError):
     """A rollout worker that is down, slow, answers an error, or answers for something else."""
+
+
+class TrainerError(LayerBisectError):
+    """A trainer's forward that answers for something else, or with what is no score."""
 
 
 class TokenMismatchError(LayerBisectError):
