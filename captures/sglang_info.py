@@ -111,7 +111,7 @@ def _config(runner: Any) -> Mapping[str, Any]:
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_SETTINGS = (
+SETTINGS = (
     "attention_backend",
     "sampling_backend",
     "moe_runner_backend",
@@ -130,5 +130,5 @@ _SETTINGS = (
 
 
 def _settings(args: Any) -> dict[str, str]:
-    found = {name: getattr(args, name, None) for name in _SETTINGS}
+    found = {name: getattr(args, name, None) for name in SETTINGS}
     return {name: str(value) for name, value in found.items() if value is not None}
