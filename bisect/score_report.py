@@ -150,9 +150,9 @@ class StepReport:
 class ScoreReport:
     """All that was judged from scores.
 
-    ``floors`` are the tolerances that the observed repeats give, by pair; ``tested`` names the
-    tests that ran, and ``sampled`` the responses that they saw, out of ``responses``. ``closing``
-    is the largest |(A-C) - ((A-B) + (B-C))| over tokens.
+    ``floors`` are the tolerances that the observed repeats give, by pair; ``silent`` names the
+    tests for shapes that found nothing, and ``sampled`` counts the responses that the tests saw.
+    ``closing`` is the largest |(A-C) - ((A-B) + (B-C))| over tokens.
     """
 
     tolerance: float
@@ -164,6 +164,6 @@ class ScoreReport:
     closing: float | None
     effect: Effect | None
     findings: tuple[Finding, ...]
-    tested: tuple[str, ...]
+    silent: tuple[str, ...]
     sampled: int
     steps: tuple[StepReport, ...] = ()

@@ -22,6 +22,8 @@ from layerbisect.captures.format import to_json
 from layerbisect.captures.record import Call, RecordInfo, Scoring
 from layerbisect.captures.record_calls import CALLS_KEY, INFO_KEY, CallFacts, Facts, StoredCalls
 
+_GENERATED = ("A", "behavior")
+
 
 class ScoreRecord(Sequence[Call]):
     """Calls that were scored by the same columns; in memory, or read from a file one by one.
@@ -118,6 +120,19 @@ class ScoreRecord(Sequence[Call]):
         ]
         columns = {**self.info.columns, column: scoring}
         return ScoreRecord(replace(self.info, columns=columns), calls)
+
+    def generated(self) -> ScoreRecord:
+        """Return the record as it was generated: A and behavior alone."""
+        kept = {c: s for c, s in self.info.columns.items() if c.partition(".")[0] in _GENERATED}
+        calls = [
+            replace(
+                call,
+                scores={c: call.scores[c] for c in kept},
+                cached={c: n for c, n in call.cached.items() if c in kept},
+            )
+            for call in self
+        ]
+        return ScoreRecord(replace(self.info, columns=kept), calls)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the record, whole or not at all.

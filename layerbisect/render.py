@@ -16,7 +16,7 @@ from layerbisect.bisect.verdict import Culprit, RoundingBudget, Status, Verdict
 from layerbisect.render_layers import differences_table, layers_table
 from layerbisect.wording import bar, count, listed, nat, percent, times
 
-_STYLES: dict[Status, str] = {
+STYLES: dict[Status, str] = {
     "agree": "bold green",
     "divergent": "bold red",
     "unstable": "bold yellow",
@@ -57,7 +57,7 @@ def _finding(verdict: Verdict) -> str:
 
 def _conviction(culprit: Culprit) -> str:
     operator = f" ({culprit.operator})" if culprit.operator else ""
-    said = f"{culprit.point}{operator} {_side(culprit.side)}"
+    said = f"{culprit.point}{operator} {side_words(culprit.side)}"
     proof = f"own error {_own(culprit)}"
     # what a fit or a few rows convict is within rounding over most rows
     if culprit.evidence and not culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0):
@@ -71,7 +71,8 @@ def _own(culprit: Culprit) -> str:
     return f"{times(culprit.own_error)} rounding (floor {times(culprit.floor)})"
 
 
-def _side(side: str) -> str:
+def side_words(side: str) -> str:
+    """Say on which side something is."""
     if side == "both":
         return "on both sides"
     return "on an unknown side" if side == "unknown" else f"on the {side} side"
@@ -94,7 +95,7 @@ class _Page:
         first = headline(verdict)
         # one line in a file, where it is looked for by its beginning
         one_line = not self.console.is_terminal
-        self.console.print(Text(first, style=_STYLES[verdict.status]), soft_wrap=one_line)
+        self.console.print(Text(first, style=STYLES[verdict.status]), soft_wrap=one_line)
         # the first reason of a conviction or of an agreement is what the sentence says
         said = verdict.status == "agree" or bool(verdict.culprits)
         for reason in verdict.reasons[int(said) :]:
@@ -165,7 +166,7 @@ class _Page:
         for number, one in enumerate(self.verdict.culprits, 1):
             operator = one.operator or "operator unknown"
             layer = "" if one.layer is None else f"layer {one.layer}, "
-            self._line(f"{number}. {one.point}  {operator}, {layer}{_side(one.side)}", 2)
+            self._line(f"{number}. {one.point}  {operator}, {layer}{side_words(one.side)}", 2)
             share = "share not probed"
             if one.share_of_gap is not None:
                 share = f"{percent(one.share_of_gap)} of the squared gap"

@@ -30,12 +30,12 @@ class TokenSequence:
 
 
 def read_tokens(
-    path: str | os.PathLike[str], *, vocab: int, longest: int | None = None
+    path: str | os.PathLike[str], *, vocab: int | None = None, longest: int | None = None
 ) -> tuple[TokenSequence, ...]:
     """Read and check every line before anything is computed.
 
     Args:
-        vocab: number of tokens that the model knows.
+        vocab: number of tokens that the model knows, if it is at hand.
         longest: number of positions that it has.
 
     Raises:
@@ -91,7 +91,7 @@ def _sequence(line: str, where: str, default: str) -> TokenSequence:
     return TokenSequence(name, tuple(ids), prompt)
 
 
-def _check_ids(ids: Sequence[object], where: str, vocab: int, longest: int | None) -> None:
+def _check_ids(ids: Sequence[object], where: str, vocab: int | None, longest: int | None) -> None:
     if not ids:
         raise LayerBisectError(f"{where} holds no token")
     if longest is not None and len(ids) > longest:
@@ -100,8 +100,9 @@ def _check_ids(ids: Sequence[object], where: str, vocab: int, longest: int | Non
         )
     for position, token in enumerate(ids):
         # bool is an int, and 1.0 would be taken for 1
-        if type(token) is not int or not 0 <= token < vocab:
+        if type(token) is not int or token < 0 or vocab is not None and token >= vocab:
+            last = "on" if vocab is None else f"to {vocab - 1}"
             raise LayerBisectError(
                 f"{where} has {token!r:.40} at position {position}; "
-                f"token IDs of this model are whole numbers from 0 to {vocab - 1}"
+                f"token IDs of this model are whole numbers from 0 {last}"
             )

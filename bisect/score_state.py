@@ -1,0 +1,70 @@
+"""What the scores' own conditions say: definitions, weights, and updates that one side missed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from layerbisect.bisect.score_map import Standing
+from layerbisect.bisect.score_report import StepReport
+from layerbisect.captures.record import Scoring, is_score
+
+
+def conditions(columns: Mapping[str, Scoring]) -> tuple[str, ...]:
+    """Say which columns were not scored alike, so that their difference means nothing."""
+    said = []
+    scored = {c: s for c, s in columns.items() if is_score(c) and c != "behavior"}
+    definitions = {c: s.definition for c, s in scored.items() if s.definition != "unknown"}
+    if len(set(definitions.values())) > 1:
+        listed = ", ".join(f"{column} {what}" for column, what in definitions.items())
+        said.append(
+            f"the columns are different probabilities ({listed}); score all of them raw, and keep "
+            "what was sampled from in the column behavior"
+        )
+    rollout = {c: s.weight_version for c, s in scored.items() if c[0] in "AB" and s.weight_version}
+    if len(set(rollout.values())) > 1:
+        listed = ", ".join(f"{column} under {version!r}" for column, version in rollout.items())
+        said.append(f"the rollout's weights changed between its scores ({listed}); score again")
+    return tuple(said)
+
+
+def stale(
+    weights: Mapping[str, str],
+    before: Sequence[StepReport],
+    step: int | None,
+    columns: Mapping[str, Scoring],
+    standing: Standing,
+) -> tuple[str, tuple[str, ...]] | None:
+    """Say which side missed an update, and the evidence; None where nothing shows it.
+
+    Needs B and C apart, and either a step before at which both said what their weights were, or
+    versions of one naming on both sides.
+    """
+    between = [p for p in standing.apart if p.first[0] in "AB" and p.second[0] == "C"]
+    if not between or standing.letter in ("A", "B"):
+        return None
+    last = before[-1] if before else None
+    if last is not None and weights.keys() == last.weights.keys() == {"rollout", "trainer"}:
+        same = {side for side in weights if weights[side] == last.weights[side]}
+        if len(same) == 1:
+            side = same.pop()
+            other = "trainer" if side == "rollout" else "rollout"
+            return side, (
+                f"from step {last.step} to step {step} the {other}'s weights changed and the "
+                f"{side}'s did not",
+                *(
+                    f"{pair.name} went from {last.maes[pair.name]:.6f} to {pair.gap.mae:.6f} nat"
+                    for pair in between
+                    if pair.name in last.maes
+                ),
+            )
+    versions = {
+        label: {s.weight_version for c, s in columns.items() if c[0] in letters}
+        for label, letters in (("rollout", "AB"), ("trainer", "C"))
+    }
+    if all(len(v) == 1 and None not in v for v in versions.values()):
+        rollout, trainer = (versions[label].copy().pop() for label in ("rollout", "trainer"))
+        if rollout != trainer:
+            return "unknown", (
+                f"the rollout scored with the weights {rollout!r} and the trainer with {trainer!r}",
+            )
+    return None

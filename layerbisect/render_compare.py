@@ -1,0 +1,59 @@
+"""Print two runs side by side."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from layerbisect.bisect.score_compare import Comparison, Row
+from layerbisect.wording import count
+
+_MARKS = {True: "within", False: "OUT", None: "-"}
+
+
+def render_comparison(comparison: Comparison, console: Console) -> None:
+    """Print each measure before and after, the control's, and whether it is back in its range."""
+    out = [row for row in comparison.rows if row.within is False]
+    if comparison.status == "no control":
+        first = "no control: nothing can be said to be back in range"
+    elif out:
+        first = (
+            f"out of range: {count(len(out), 'measure')} lie above the control by more than chance"
+        )
+    else:
+        first = f"within: all {len(comparison.rows)} measures are in the control's range"
+    console.print(Text(first, style="bold red" if out else "bold"))
+    console.print()
+    stepped = any(row.step is not None for row in comparison.rows)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    headers = ["step"] * stepped + ["gap", "measure"]
+    for header in (*headers, "before", "after", "control", "chance", ""):
+        table.add_column(justify="left" if header in ("gap", "measure") else "right")
+    table.add_row(
+        *(Text(h, style="dim") for h in (*headers, "before", "after", "control", "chance", ""))
+    )
+    for row in comparison.rows:
+        where = ["-" if row.step is None else str(row.step)] * stepped
+        chance = "-" if row.chance is None else f"{row.chance:.4f}"
+        style = "red" if row.within is False else ""
+        values = (_value(row, v) for v in (row.before, row.after, row.control))
+        cells = (*where, row.pair, row.measure, *values, chance, _MARKS[row.within])
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    console.print(table)
+    console.print()
+    for note in comparison.notes:
+        console.print(Text(f"note: {note}"))
+    console.print(
+        Text(
+            "nat; outliers are tokens beyond the control's largest; chance is that of a run like "
+            "the control lying so far above it",
+            style="dim",
+        )
+    )
+
+
+def _value(row: Row, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if row.measure == "outliers" else f"{value:.6f}"
