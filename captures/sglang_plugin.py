@@ -11,6 +11,9 @@ Installed with layerbisect and inert until a variable names a directory::
 ``LAYERBISECT_LABEL``
     what to call this side; ``rollout`` where it is not set.
 
+``LAYERBISECT_WEIGHTS`` asks for snapshots of the weights instead, or as well: see
+`layerbisect.captures.sglang_weight_session`.
+
 Where ``SGLANG_PLATFORM`` names a platform of another package, SGLang leaves out every other package
 that has a platform, and so this one.
 
@@ -28,6 +31,8 @@ from typing import Any
 
 from layerbisect.captures.sglang_batch import WARM_UP
 from layerbisect.captures.sglang_session import Session, guarded
+from layerbisect.captures.sglang_weight_session import DIRECTORY as WEIGHTS
+from layerbisect.captures.sglang_weight_session import WeightSession
 
 log = logging.getLogger("layerbisect")
 
@@ -65,8 +70,18 @@ def _refuse_old(directory: Path) -> None:
         )
 
 
+def _save_weights(directory: Path) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+    HookRegistry.register(target, WeightSession(directory).checked, HookType.AFTER)
+
+
 def register() -> None:
     """Entry point of ``sglang.srt.plugins``, called once in each process of the server."""
+    weights = os.environ.get(WEIGHTS)
+    if weights:
+        _save_weights(Path(weights))
     named = os.environ.get(DIRECTORY)
     if not named:
         return
