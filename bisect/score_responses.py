@@ -1,0 +1,174 @@
+"""Whole responses that stand apart from the others, and what parts them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerbisect.bisect.score_chance import log_choose, log_normal_tail
+from layerbisect.bisect.score_gaps import NATURAL, RAISED, Gaps, chance, explained
+from layerbisect.bisect.score_lag import Scores, listed, responses
+from layerbisect.bisect.score_pairing import relation, swaps
+from layerbisect.bisect.score_report import Finding
+from layerbisect.bisect.score_sample import PairSample
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# natural deviation of the log of a response's median gap: factors of 1.6 are ordinary
+_SPREAD = 0.5
+# for so many responses the natural deviation counts beside what the sample shows
+_PRIOR = 8
+# how many times larger than in the other responses a gap must be
+_RATIO = 5.0
+# a property parts the responses when chance does so less often
+_PARTS = 1e-2
+# mean gaps (nat) of a response's first tokens, and of its later half, from which it looks scored in
+# another context, which tells most at the start; and the loss of rank correlation
+_START, _LATER = 0.5, 0.1
+_FIRST = 8
+_LOST = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """Responses that stand apart: their indices, among ``calls``, and the log chance of it.
+
+    ``levels`` are the median gaps relative to usual tokens, and ``means`` mean absolute differences
+    (nat), both float64 [call].
+    """
+
+    calls: Ints
+    apart: NDArray[np.bool_]
+    levels: Array
+    means: Array
+    log_chance: float
+
+
+def levels(gaps: Gaps) -> tuple[Ints, Array, Array]:
+    """The calls with active tokens, their median relative gaps and mean gaps (nat), [call]."""
+    calls, start = np.unique(gaps.call, return_index=True)
+    parts = np.split(np.arange(len(gaps.d)), start[1:])
+    median = np.array([np.median(gaps.relative[part]) for part in parts])
+    return calls, median, np.array([np.abs(gaps.d[part]).mean() for part in parts])
+
+
+def stand_apart(gaps: Gaps) -> Apart | None:
+    """Split the responses into most that agree and some that don't, None where nothing parts them.
+
+    The chance is that of as many responses above the lowest of those apart, where logs of levels
+    are normal with the agreeing ones' deviation, or `_SPREAD` where those show less.
+    """
+    calls, level, mean = levels(gaps)
+    if len(calls) < 4:
+        return None
+    logs = np.log(level)
+    order = np.argsort(logs, kind="stable")
+    steps = np.diff(logs[order])
+    # at least half must agree, and two
+    allowed = np.arange(len(steps)) + 1 >= max(2, len(calls) / 2)
+    steps = np.where(allowed, steps, -1.0)
+    kept = int(steps.argmax()) + 1
+    low, high = order[:kept], order[kept:]
+    seen = float(((logs[low] - logs[low].mean()) ** 2).sum())
+    deviation = math.sqrt((seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR))
+    distance = float(logs[high].min() - logs[low].mean())
+    if distance < math.log(_RATIO) or mean[high].mean() < max(NATURAL, _RATIO * mean[low].mean()):
+        return None
+    z = distance / (deviation * math.sqrt(1.0 + 1.0 / len(low)))
+    log = len(high) * log_normal_tail(z) + log_choose(len(calls), len(high)) + math.log(len(calls))
+    apart = np.zeros(len(calls), bool)
+    apart[high] = True
+    return Apart(calls, apart, level, mean, min(0.0, log))
+
+
+def some_responses(sample: PairSample) -> Finding | None:
+    """Find whole responses that disagree while the others agree, and what parts the two."""
+    return _finding(sample, mispaired=False)
+
+
+def mispaired_samples(sample: PairSample) -> Finding | None:
+    """Find a few responses scored in another context: far apart throughout, the others agree."""
+    return _finding(sample, mispaired=True)
+
+
+def _finding(sample: PairSample, *, mispaired: bool) -> Finding | None:
+    gaps = Gaps.of(sample)
+    split = stand_apart(gaps) if gaps is not None else None
+    if gaps is None or split is None or split.log_chance > RAISED:
+        return None
+    calls = [int(c) for c in split.calls[split.apart]]
+    if set(calls) & set(swaps(sample)[0]):
+        return None
+    parted = _properties(sample, split)
+    sure = [p for p in parted if p[1] <= _PARTS]
+    scores = {r.call: r for r in responses(sample)}
+    relations = {call: relation(r) for call, r in scores.items()}
+    wrong = [c for c in calls if _is_wrong(scores[c])]
+    others = [relations[int(c)] for c in split.calls[~split.apart]]
+    lost = float(np.median(others)) - float(np.median([relations[c] for c in calls]))
+    few = len(calls) <= len(split.calls) / 4 and not sure
+    if (few and len(wrong) == len(calls) and lost >= _LOST) != mispaired:
+        return None
+    here = np.isin(gaps.call, calls)
+    far, near = (float(np.abs(gaps.d[part]).mean()) for part in (here, ~here))
+    what = sure[0][0] if sure else listed(calls)
+    return Finding(
+        test="mispaired samples" if mispaired else "some responses",
+        pair=sample.name,
+        side=None,
+        summary=f"{what}: {far:.4f} nat apart, while the others are {near:.4f}"
+        + (", as if one side had scored them in another context" if mispaired else ""),
+        evidence=(
+            f"{len(calls)} of {len(split.calls)} responses: {listed(calls)}",
+            *(f"they are the {name} (by chance: {p:.1e})" for name, p in parted),
+            f"rank correlation of both sides {np.median([relations[c] for c in calls]):.3f} in "
+            f"them and {np.median(others):.3f} in the others",
+        ),
+        false_alarm=chance(split.log_chance),
+        explains=explained(gaps, here),
+        tokens=int(here.sum()),
+        mae=far,
+        where=what,
+    )
+
+
+def _is_wrong(scores: Scores) -> bool:
+    sizes = np.abs(scores.first - scores.second)
+    sizes = sizes[np.isfinite(sizes)]
+    start, later = sizes[:_FIRST], sizes[len(sizes) // 2 :]
+    return float(start.mean()) >= _START and float(later.mean()) >= _LATER
+
+
+def _properties(sample: PairSample, split: Apart) -> list[tuple[str, float]]:
+    """Name what parts the responses, and how often chance parts as well, the likeliest cause first.
+
+    Each is a property that all of those apart have and no other response has.
+    """
+    tries = 4
+    apart = split.apart
+    groups = np.array([sample.groups[c] for c in split.calls])
+    found = []
+    inside = set(groups[apart])
+    if "" not in inside and not inside & set(groups[~apart]):
+        names = ", ".join(sorted(inside)[:4]) + (" ..." if len(inside) > 4 else "")
+        total = len(set(groups))
+        # samples of one prompt are no independent draws: groups are
+        said = f"responses of group{'s' if len(inside) > 1 else ''} {names}"
+        found.append((said, min(1.0, tries * math.exp(-log_choose(total, len(inside))))))
+    prompts, lengths = sample.prompt_lengths[split.calls], sample.lengths[split.calls]
+    for name, values in (
+        ("responses whose prompts are", prompts),
+        ("responses that are", lengths),
+        ("responses that with their prompts are", prompts + lengths),
+    ):
+        log = -log_choose(len(apart), int(apart.sum()))
+        p = min(1.0, 2 * tries * math.exp(log))
+        if values[apart].min() > values[~apart].max():
+            found.append((f"{name} longer than {values[~apart].max()} tokens", p))
+        elif values[apart].max() < values[~apart].min():
+            found.append((f"{name} shorter than {values[~apart].min()} tokens", p))
+    return sorted(found, key=lambda item: item[1])

@@ -1,0 +1,177 @@
+"""A gap that begins at some position: of the response, of the whole sequence, or from the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerbisect.bisect.score_chance import log_normal_tail
+from layerbisect.bisect.score_gaps import (
+    RAISED,
+    Bools,
+    Gaps,
+    Ints,
+    chance,
+    explained,
+    inflation,
+    log_set_chance,
+)
+from layerbisect.bisect.score_report import Finding
+from layerbisect.bisect.score_sample import PairSample
+
+Array = NDArray[np.float64]
+Counted = Literal["response", "sequence", "end"]
+
+# how many times larger than before the gap must be at the step, beyond smooth growth
+_STEP = 2.0
+# responses that have tokens on both sides, and share of them where the gap rises
+_RESPONSES = 4
+_MOST = 0.8
+# relative gap that is as good as none
+_NONE = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    counted: Counted
+    start: int
+    after: Bools
+    z: float
+
+
+def from_position(sample: PairSample) -> Finding | None:
+    """Find a position from which on the gap is several times larger than before it, at once.
+
+    Positions are counted in the response, in prompt and response together, and from the response's
+    end; noise may grow smoothly with position, or rise at response position 1 with decode.
+    """
+    whole = Gaps.of(sample)
+    if whole is None or not (whole.index > 0).any():
+        return None
+    # first tokens come from prefill: what begins after them is a test of its own
+    gaps = whole.only(whole.index > 0)
+    scored = _within(np.log(gaps.relative + _NONE), _numbered(gaps.call))
+    places: dict[Counted, Ints] = {
+        "response": gaps.index, "sequence": gaps.position, "end": -gaps.last
+    }
+    found = [_best(scored, counted, place) for counted, place in places.items()]
+    steps = [step for step in found if step is not None]
+    if not steps:
+        return None
+    # where several count the same tokens, the simplest stays
+    step = max(steps, key=lambda s: s.z)
+    tries = sum(len(np.unique(place)) for place in places.values())
+    if all(len(np.unique(lengths)) == 1 for lengths in (sample.lengths, sample.prompt_lengths)):
+        # all three count the same
+        tries //= len(places)
+    both, rising = _rises(gaps, step.after)
+    if both < _RESPONSES or rising < _MOST * both:
+        return None
+    log, factor = _jump(gaps, places[step.counted], step.after)
+    # both must be unlikely: a rise of this size over smooth growth, and ranks as high as these
+    log = max(log, log_set_chance(gaps, step.after, _STEP)) + math.log(tries)
+    if log > RAISED:
+        return None
+    here, before = (float(np.abs(gaps.d[part]).mean()) for part in (step.after, ~step.after))
+    where = _where(sample, step)
+    return Finding(
+        test="from a position on",
+        pair=sample.name,
+        side=None,
+        summary=f"{where}: {here:.4f} nat apart, before {before:.4f}",
+        evidence=(
+            f"a step by a factor of {factor:.1f} beyond smooth growth with position",
+            f"the gap rises there in {rising} of the {both} responses that have both sides",
+            f"the best of {tries} places, counted in the response, in the sequence and from the "
+            "end",
+        ),
+        false_alarm=chance(log),
+        explains=explained(gaps, step.after),
+        tokens=int(step.after.sum()),
+        mae=here,
+        where=where,
+    )
+
+
+def _numbered(call: Ints) -> Ints:
+    """Calls that have tokens, numbered from 0, [token]."""
+    return np.unique(call, return_inverse=True)[1].astype(np.int64)
+
+
+def _within(values: Array, call: Ints) -> Array:
+    """Take each call's mean out of ``values``, [token]."""
+    means: Array = np.bincount(call, weights=values) / np.bincount(call)
+    return values - means[call]
+
+
+def _best(scored: Array, counted: Counted, place: Ints) -> _Step | None:
+    """Return the start that parts ``scored``, [token] with mean 0, into low and high best."""
+    values = place - place.min()
+    number = np.bincount(values)
+    excess = np.bincount(values, weights=scored)
+    after, total = np.cumsum(number[::-1])[::-1], len(values)
+    height = np.cumsum(excess[::-1])[::-1]
+    variance = after * (1.0 - after / total)
+    z = np.where(variance > 0, height / np.sqrt(np.maximum(variance, 1e-9)), -np.inf)
+    starts = np.arange(len(z)) + int(place.min())
+    z = np.where((number > 0) & (after < total), z, -np.inf)
+    at = int(z.argmax())
+    if not z[at] > 0.0:
+        return None
+    return _Step(counted, int(starts[at]), place >= starts[at], float(z[at]))
+
+
+def _rises(gaps: Gaps, after: Bools) -> tuple[int, int]:
+    """How many calls have tokens before and after, and in how many of these the gap rises."""
+    both = rising = 0
+    for call in np.unique(gaps.call[after]):
+        mine = gaps.call == call
+        before = gaps.relative[mine & ~after]
+        if len(before):
+            both += 1
+            rising += bool(np.median(gaps.relative[mine & after]) > _STEP * np.median(before))
+    return both, rising
+
+
+def _jump(gaps: Gaps, place: Ints, after: Bools) -> tuple[float, float]:
+    """Regress the log of the gap on the step, and on smooth growth, within responses.
+
+    Returns the log chance of as large a step where the true one is `_STEP`, and its factor.
+    """
+    y = np.log(gaps.relative + _NONE)
+    scale = max(1.0, float(np.abs(place).max()))
+    columns = [after.astype(float), place / scale, np.log1p(gaps.index)]
+    call = _numbered(gaps.call)
+    x = np.stack([_within(c, call) for c in columns], axis=1)
+    target = _within(y, call)
+    gram = x.T @ x + 1e-9 * np.eye(x.shape[1])
+    fitted = np.linalg.solve(gram, x.T @ target)
+    rest = target - x @ fitted
+    free = max(1, len(y) - int(call.max()) - 1 - x.shape[1])
+    variance = float(rest @ rest) / free * float(np.linalg.inv(gram)[0, 0])
+    variance *= inflation(rest, np.ones(len(rest), bool), gaps.call) if len(rest) > 2 else 1.0
+    z = (fitted[0] - math.log(_STEP)) / math.sqrt(max(variance, 1e-12))
+    return log_normal_tail(float(z)), math.exp(min(float(fitted[0]), 50.0))
+
+
+def _where(sample: PairSample, step: _Step) -> str:
+    same_length = len(np.unique(sample.lengths)) == 1
+    same_prompt = len(np.unique(sample.prompt_lengths)) == 1
+    start, counted = step.start, step.counted
+    length, prompt = int(sample.lengths[0]), int(sample.prompt_lengths[0])
+    if counted == "end" and same_length and 1 - start > length // 8:
+        counted, start = "response", length - 1 + start
+    if counted == "sequence" and same_prompt:
+        counted, start = "response", start - prompt
+    if counted == "response" and same_length and length - start <= length // 8:
+        counted, start = "end", start - length + 1
+    if counted == "end":
+        return "the last response token" if start == 0 else f"the last {1 - start} response tokens"
+    if counted == "sequence":
+        return f"sequence positions >= {start}"
+    also = f" (sequence positions >= {start + prompt})" if same_prompt else ""
+    return f"response positions >= {start}{also}"
