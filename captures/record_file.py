@@ -201,12 +201,12 @@ def _tensors(record: ScoreRecord) -> tuple[dict[str, NDArray[Any]], dict[str, st
     tensors: dict[str, NDArray[Any]] = {
         "prompt_lengths": np.array([len(c.prompt) for c in calls], np.int64),
         "response_lengths": np.array([len(c.response) for c in calls], np.int64),
-        "prompt": np.concatenate([c.prompt for c in calls]),
-        "response": np.concatenate([c.response for c in calls]),
+        "prompt": _narrow([c.prompt for c in calls]),
+        "response": _narrow([c.response for c in calls]),
         "mask": np.concatenate([c.mask for c in calls]).astype(np.uint8),
     }
     if any((c.positions != np.arange(len(c.positions))).any() for c in calls):
-        tensors["positions"] = np.concatenate([c.positions for c in calls])
+        tensors["positions"] = _narrow([c.positions for c in calls])
     if any(len(c.starts) > 1 for c in calls):
         tensors["starts_lengths"] = np.array([len(c.starts) for c in calls], np.int64)
         tensors["starts"] = np.concatenate([c.starts for c in calls])
@@ -217,6 +217,12 @@ def _tensors(record: ScoreRecord) -> tuple[dict[str, NDArray[Any]], dict[str, st
         tensors[f"scores.{column}"] = narrow if exact else values
     facts = tuple(CallFacts(c.name, c.group, c.turn, c.cached, c.context) for c in calls)
     return tensors, {INFO_KEY: to_json(record.info), CALLS_KEY: to_json(Facts(facts))}
+
+
+def _narrow(parts: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
+    """Lay tokens or positions end to end, as int32 where they fit."""
+    whole = np.concatenate(parts)
+    return whole.astype(np.int32) if whole.max() < 2**31 else whole
 
 
 def open_all(paths: Iterable[str | os.PathLike[str]]) -> list[ScoreRecord]:

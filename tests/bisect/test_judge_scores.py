@@ -10,12 +10,12 @@ from layerbisect.bisect.judge_scores import judge
 from layerbisect.captures.errors import RecordError
 from layerbisect.captures.record import Call, RecordInfo, Scoring
 from layerbisect.captures.record_file import ScoreRecord
-from tests.bisect.score_making import Columns, below, run
+from tests.bisect.score_making import Change, Columns, below, run
 
 Generator = np.random.Generator
 
 
-def lowered(*columns: str, by: float = 0.1, start: int = 0) -> Any:
+def lowered(*columns: str, by: float = 0.1, start: int = 0) -> Change:
     def change(scores: Columns, _: Generator) -> Columns:
         for column in columns:
             scores[column][start:] -= by
@@ -24,7 +24,7 @@ def lowered(*columns: str, by: float = 0.1, start: int = 0) -> Any:
     return change
 
 
-def noisy(*columns: str, size: float = 0.5) -> Any:
+def noisy(*columns: str, size: float = 0.5) -> Change:
     def change(scores: Columns, generator: Generator) -> Columns:
         error = generator.normal(size=len(scores["A"])) * size
         for column in columns:
