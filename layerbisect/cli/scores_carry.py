@@ -1,0 +1,92 @@
+"""`layerbisect scores carry`: a saved response carried across a weight update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from layerbisect.cli.boundary import echo_json
+from layerbisect.cli.options import console, json_option, page
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(short_help="Carry saved responses across a weight update: was it installed?")
+@click.argument("old", type=_FILE)
+@click.argument("worker", metavar="URL")
+@click.option(
+    "--model", type=_FILE, required=True, metavar="DIR", help="The trainer's weights after it."
+)
+@click.option("--out", type=_FILE, required=True, metavar="FILE", help="The new record to write.")
+@click.option(
+    "--install",
+    is_flag=True,
+    help="Let the worker load --model first; without it, the update is your trainer's to make.",
+)
+@click.option("--weight-version", metavar="NAME", help="What the new weights are called.")
+@click.option("--tolerance", type=float, default=0.01, show_default=True, metavar="NAT")
+@click.option(
+    "--timeout", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A request."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence.")
+@json_option
+def carry(
+    old: Path,
+    worker: str,
+    model: Path,
+    out: Path,
+    install: bool,
+    weight_version: str | None,
+    tolerance: float,
+    timeout: float,
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Score the responses of OLD, which has A, B0 and C0 at the old weights, at the new ones.
+
+    The worker at URL replays them twice and the model scores them twice. Where one side scores as
+    it did before, it has the old weights still.
+
+    \b
+    Example:
+      layerbisect scores carry t0.safetensors http://127.0.0.1:30000 --model policy-1 \\
+          --out t1.safetensors --weight-version 1
+    """
+    from layerbisect.bisect.score_update import judge_update
+    from layerbisect.captures.collect_trainer import score
+    from layerbisect.captures.record_file import ScoreRecord
+    from layerbisect.captures.replay_rollout import replay
+    from layerbisect.captures.sglang_worker import Worker
+    from layerbisect.loading import load_model
+    from layerbisect.progress import shown
+    from layerbisect.render_scores import render_scores
+
+    before = ScoreRecord.open(old)
+    rollout = Worker(worker, timeout=timeout)
+    with shown(console(stderr=True)) as progress:
+        if install:
+            progress.start("installing the weights", 1)
+            rollout.load_weights(model, weight_version)
+        progress.start("replaying", 2)
+        version = weight_version or rollout.weight_version()
+        carried = replay(
+            before.generated(),
+            rollout,
+            out,
+            weight_version=version,
+            progress=progress.advance,
+        )
+        progress.start("loading the model", 1)
+        loaded = load_model(model)
+        progress.start("scoring responses", 1)
+        carried = score(
+            carried, loaded, out, grad=False, weight_version=version, progress=progress.advance
+        )
+    verdict = judge_update(before, carried, tolerance=tolerance)
+    if as_json:
+        echo_json(verdict.to_json())
+    else:
+        with page() as console_out:
+            render_scores(verdict, console_out, verbose=verbose)
+    return verdict.exit_code

@@ -1,0 +1,270 @@
+"""Reproduce the three published experiments on a tiny model, and judge each run.
+
+::
+
+    python -m scripts.reproduce_cases --work /tmp/cases
+
+A real SGLang server generates and replays on the CPU, a transformers model is the trainer; 4
+prompts, 2 samples each. What is planted, and nothing else, is simulated: Case 1 lowers the stored A
+by 0.10 nat from response position 1 on, Case 2 both frozen C, Case 3 skips one weight update. Each
+has a clean run, a fault run, and a run with the fault taken out. The judge sees records alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from layerbisect.bisect.judge_scores import judge
+from layerbisect.bisect.score_compare import compare_runs
+from layerbisect.bisect.score_update import judge_update
+from layerbisect.bisect.verdict import Verdict
+from layerbisect.bisect.weight_compare import compare
+from layerbisect.captures.record_file import ScoreRecord
+from layerbisect.captures.replay_rollout import replay
+from layerbisect.models import make_tiny
+from layerbisect.render_scores import headline
+from scripts import published_scores as published
+from scripts.reproduce_runs import Rollout, Trainer, lower_stored_a, serve
+
+VOCAB = 2048
+
+
+@dataclass(slots=True)
+class Report:
+    """Prints as it goes, and keeps what was expected of each verdict and did not come."""
+
+    wrong: list[str] = field(default_factory=list)
+
+    def say(self, text: str = "") -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table."""
+        widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+        for row in (headers, ["-" * width for width in widths], *rows):
+            self.say("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)))
+        self.say()
+
+    def expect(self, what: str, verdict: Verdict, right: Callable[[Verdict], bool]) -> None:
+        """Print a verdict, and whether it is what was planted."""
+        held = right(verdict)
+        self.say(f"  {what}: {headline(verdict)}")
+        self.say(f"    -> {'right' if held else 'WRONG'}")
+        if not held:
+            self.wrong.append(f"{what}: {headline(verdict)}")
+
+
+def agrees(verdict: Verdict) -> bool:
+    """Whether nothing was found."""
+    return verdict.status == "agree" and not verdict.culprits
+
+
+def convicts(side: str, operator: str, text: str) -> Callable[[Verdict], bool]:
+    """Whether exactly one culprit is convicted: this operator of this side, by this evidence."""
+
+    def right(verdict: Verdict) -> bool:
+        found = [(c.side, c.operator) for c in verdict.culprits]
+        return found == [(side, operator)] and text in " ".join(verdict.culprits[0].evidence)
+
+    return right
+
+
+def maes(verdict: Verdict) -> dict[str, float]:
+    """A verdict's mean absolute differences by pair."""
+    assert verdict.scores is not None
+    return {pair.name: pair.gap.mae for pair in verdict.scores.pairs}
+
+
+def three(runs: Sequence[tuple[published.Run, Verdict]]) -> list[list[str]]:
+    """Rows of a table in the form of the published ones, measured and published."""
+    rows = []
+    for run, verdict in runs:
+        found = maes(verdict)
+        row = [run.name]
+        for name, said in (("A-B0", run.a_b), ("B0-C0", run.b_c), ("A-C0", run.a_c)):
+            row += [f"{found[name]:.6f}", f"{said:.6f}"]
+        rows.append(row)
+    return rows
+
+
+HEADERS = ("run", "A-B MAE", "published", "B-C MAE", "published", "A-C MAE", "published")
+
+
+def arithmetic(report: Report) -> None:
+    """Print what the published figures allow to be recomputed."""
+    report.say("The published figures, recomputed\n")
+    rows = published.recomputed()
+    report.table(("what", "published", "recomputed"), rows)
+    report.wrong += [f"recomputed {what}: {found}" for what, said, found in rows if said != found]
+    bounds = [
+        (name, f"{least:.6f}", f"{a_c:.6f}", f"{most:.6f}")
+        for name, least, a_c, most in published.bounds()
+    ]
+    report.table(("run", "|A-B - B-C|", "A-C MAE", "A-B + B-C"), bounds)
+    report.wrong += [f"{n}: the triangle" for n, lo, mid, hi in bounds if not lo <= mid <= hi]
+
+
+def case_1_and_2(report: Report, rollout: Rollout, model: Path) -> ScoreRecord:
+    """Cases 1 and 2, which share a clean control."""
+    trainer = Trainer(model)
+
+    def run(name: str, *, stored: bool = False, offset: float = 0.0) -> ScoreRecord:
+        record, path = rollout.generate(name)
+        if stored:
+            record, path = lower_stored_a(record, path)
+        trainer.offset = offset
+        return trainer.collect(record, path)
+
+    clean = run("clean")
+    control = judge([clean])
+    for number, runs in ((1, published.CASE_1), (2, published.CASE_2)):
+        side, letter = ("rollout", "A") if number == 1 else ("trainer", "C")
+        planted = {"stored": True} if number == 1 else {"offset": published.OFFSET}
+        fault = run(f"case-{number}-fault", **planted)
+        fixed = run(f"case-{number}-fixed")
+        verdicts = control, judge([fault]), judge([fixed])
+        report.say(f"Case {number}: {letter} minus {published.OFFSET:.2f} nat\n")
+        report.table(HEADERS, three(list(zip(runs, verdicts, strict=True))))
+        if number == 1:
+            assert verdicts[1].scores is not None
+            pair = verdicts[1].scores.pairs[0]
+            assert pair.first_token is not None and pair.later is not None
+            rows = [
+                ("0", f"{pair.first_token.mae:.8f}", f"{published.FIRST_TOKEN:.8f}"),
+                ("1 and later", f"{pair.later.mae:.6f}", f"{published.LATER_TOKENS:.6f}"),
+            ]
+            report.table(("response position", "A-B MAE of the fault run", "published"), rows)
+        report.expect("clean", verdicts[0], agrees)
+        report.expect("fault", verdicts[1], convicts(side, "logprob", "constant offset"))
+        report.expect("fixed", verdicts[2], agrees)
+        comparison = compare_runs([fault], [fixed], [clean])
+        report.say(f"  fixed against clean: {comparison.status}")
+        if number == 2:
+            trainer.offset = published.OFFSET
+            for change in trainer.changes(fault):
+                report.say(f"  watched in one forward: {change}")
+            trainer.offset = 0.0
+        report.say()
+    return clean
+
+
+def case_3(report: Report, rollout: Rollout, model: Path) -> None:
+    """Case 3: the update after rollout 0 is skipped."""
+    report.say("Case 3: the rollout's weight update after rollout 0 is skipped\n")
+    found: dict[str, Verdict] = {}
+    for name in ("clean", "fault", "fixed"):
+        trainer = Trainer(model)
+        rollout.worker.load_weights(model, "T0")
+        folder = rollout.folder / f"case-3-{name}"
+        records: list[ScoreRecord] = []
+        saved = model
+        for step in range(3):
+            record, path = rollout.generate(f"case-3-{name}/{step}", step=step)
+            records.append(trainer.collect(record, path))
+            if name == "fault" and step == 1:
+                carry(report, rollout, records[0], trainer, (model, saved), folder)
+            if step < 2:
+                trainer.update(records[-1])
+                saved = trainer.save(folder)
+                if not (name == "fault" and step == 0):
+                    rollout.worker.load_weights(saved, f"T{trainer.updates}")
+        found[name] = judge(records)
+    rows = []
+    for step, said in published.CASE_3.items():
+        cells = [str(step)]
+        for name in ("clean", "fault", "fixed"):
+            scores = found[name].scores
+            assert scores is not None
+            cells.append(f"{scores.steps[step].maes['B0-C0']:.6f}")
+        rows.append([*cells, f"{said:.6f}"])
+    headers = ("rollout", "B-C MAE clean", "fault", "fixed", "published fault")
+    report.table(headers, rows)
+    report.expect("clean", found["clean"], agrees)
+    report.expect("fault", found["fault"], convicts("rollout", "weights", "from step 0 to step 1"))
+    report.expect("fixed", found["fixed"], agrees)
+    report.say()
+
+
+def carry(
+    report: Report,
+    rollout: Rollout,
+    old: ScoreRecord,
+    trainer: Trainer,
+    weights: tuple[Path, Path],
+    folder: Path,
+) -> None:
+    """Carry rollout 0's responses across the skipped update, and look at the weights."""
+    before, after = weights
+
+    def carried(name: str, version: str) -> ScoreRecord:
+        path = folder / f"carried-{name}.safetensors"
+        record = replay(old.generated(), rollout.worker, path, weight_version=version)
+        return trainer.collect(record, path)
+
+    report.expect(
+        "rollout 0's responses carried across, update skipped",
+        judge_update(old, carried("skipped", "T0")),
+        convicts("rollout", "weights", "scores as it did before"),
+    )
+    rollout.worker.weights_digest()
+    snapshots = sorted((rollout.folder / "rollout-weights").iterdir())
+    weighed = compare(snapshots[-1], after, previous=before)
+    report.say(f"  its weights against the trainer's: {weighed}")
+    rollout.worker.load_weights(after, "T1")
+    report.expect(
+        "the same, update installed", judge_update(old, carried("installed", "T1")), agrees
+    )
+    rollout.worker.load_weights(before, "T0")
+
+
+def temperatures(report: Report, rollout: Rollout, model: Path) -> None:
+    """The trainer divides logits by the rollout's temperature, the rollout scores without."""
+    report.say("Temperature: the rollout scores raw, the trainer divides logits by T\n")
+    rollout.worker.load_weights(model, "T0")
+    trainer = Trainer(model)
+    rows, verdicts = [], {}
+    for temperature, said in published.TEMPERATURE.items():
+        record, path = rollout.generate(f"temperature-{temperature}", temperature=temperature)
+        trainer.temperature = temperature
+        verdicts[temperature] = judge([trainer.collect(record, path)])
+        rows.append(
+            (f"{temperature}", f"{maes(verdicts[temperature])['B0-C0']:.6f}", f"{said:.6f}")
+        )
+    report.table(("T", "B-C MAE", "published"), rows)
+    for temperature, verdict in verdicts.items():
+        wanted = convicts("trainer", "logprob", f"temperature: C0 is of logits / {temperature}")
+        report.expect(f"T = {temperature}", verdict, wanted)
+    report.say()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run everything; 0 where every verdict names what was planted."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, help="new directory for all records")
+    parser.add_argument("--tokens", type=int, default=128, help="response tokens")
+    options = parser.parse_args(arguments)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    report = Report()
+    options.work.mkdir(parents=True)
+    model = make_tiny(options.work / "T0", vocab=VOCAB)
+    arithmetic(report)
+    with serve(model, options.work, options.tokens, VOCAB) as rollout:
+        case_1_and_2(report, rollout, model)
+        case_3(report, rollout, model)
+        temperatures(report, rollout, model)
+    report.say("every verdict names what was planted" if not report.wrong else "WRONG:")
+    for one in report.wrong:
+        report.say(f"  {one}")
+    return int(bool(report.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
