@@ -162,7 +162,7 @@ def test_a_live_module_is_saved_as_its_checkpoint(
 
 
 def test_wrappers_do_not_change_names(model: Any, tmp_path: Path) -> None:
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     save_weights(compiled, tmp_path / "s")
     assert "model.norm.weight" in WeightSnapshot.open(tmp_path / "s").names()
     assert plain_name("module._orig_mod.model.norm.weight") == "model.norm.weight"

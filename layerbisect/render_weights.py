@@ -1,0 +1,133 @@
+"""Print a comparison of weights for people: the faults, not the tensors, then what was covered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from layerbisect.bisect.verdict import Status
+from layerbisect.bisect.weight_report import KINDS, Group, WeightReport, described
+from layerbisect.render import side_words
+from layerbisect.wording import count, listed, size
+
+_STYLES: dict[Status, str] = {
+    "agree": "bold green",
+    "divergent": "bold red",
+    "unstable": "bold yellow",
+    "inconclusive": "bold yellow",
+}
+_EVIDENCE = 3
+"""So many lines of evidence a fault are shown where not all are asked for."""
+
+
+def headline(report: WeightReport) -> str:
+    """Say the result in one sentence."""
+    groups = report.groups
+    if not groups:
+        said = report.reasons[0] if report.reasons else "no reason was given"
+        return f"{report.status}: {said}"
+    first = groups[0]
+    more = f"; and {count(len(groups) - 1, 'more fault')}" if len(groups) > 1 else ""
+    return (
+        f"{report.status}: {count(len(first.names), 'tensor')} {first.kind} "
+        f"{side_words(first.side)}: {first.what}{more}"
+    )
+
+
+def render_weights(report: WeightReport, console: Console, *, verbose: bool = False) -> None:
+    """Print ``report``; ``verbose`` names every tensor that differs, and all evidence."""
+    console.print(
+        Text(headline(report), style=_STYLES[report.status]), soft_wrap=not console.is_terminal
+    )
+    for reason in report.reasons[0 if report.groups else 1 :]:
+        _line(console, reason, 2)
+    versions = [f"{label} {version}" for label, version in report.versions.items() if version]
+    if versions:
+        _line(console, f"weight versions: {', '.join(versions)}", 2)
+    if report.groups:
+        console.print()
+        console.print(_faults(report.groups, verbose))
+    if verbose and report.findings:
+        console.print()
+        _tensors(report, console)
+    if report.ruled_out:
+        console.print()
+        console.print(Text("ruled out", style="bold"))
+        for out in report.ruled_out:
+            _line(console, f"{out.hypothesis}: {out.evidence}", 2)
+    _coverage(report, console)
+    if report.next:
+        console.print()
+        console.print(Text(f"next: {report.next}"), soft_wrap=True)
+
+
+def _faults(groups: Sequence[Group], verbose: bool) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for title, justify in (("tensors", "right"), ("difference", "right"), ("off", "left")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    table.add_column("how")
+    table.add_row(*(Text(t, style="bold") for t in ("tensors", "difference", "off", "how")))
+    for group in groups:
+        lines = [f"{group.kind}: {group.how}", group.what, f"({KINDS[group.kind]})"]
+        shown = group.evidence if verbose else group.evidence[:_EVIDENCE]
+        lines += [f"- {line}" for line in shown]
+        table.add_row(
+            f"{len(group.names):,}", _apart(group.difference), group.side, Text("\n".join(lines))
+        )
+    return table
+
+
+def _tensors(report: WeightReport, console: Console) -> None:
+    for one in report.findings:
+        where = f" ({one.where})" if one.where else ""
+        line = f"{_apart(one.difference):>10}  {one.side}  {one.name}: {one.kind}{where}"
+        # names are looked for and copied, so they are never cut
+        console.print(Text(line), soft_wrap=True)
+
+
+def _apart(difference: float) -> str:
+    return f"{difference:.2g}" if math.isfinite(difference) else "-"
+
+
+def _coverage(report: WeightReport, console: Console) -> None:
+    covered = report.coverage
+    console.print()
+    console.print(Text("coverage", style="bold"))
+    parts = [f"{covered.same:,} equal"]
+    if covered.cast:
+        parts.append(f"{covered.cast:,} equal but for the dtype")
+    if covered.quantised:
+        parts.append(f"{covered.quantised:,} equal but for the rounding of quantisation")
+    parts.append(f"{len({one.name for one in report.findings}):,} different")
+    _line(
+        console,
+        f"{count(covered.tensors, 'tensor')} compared ({size(covered.bytes)} in "
+        f"{count(covered.shards, 'part')}): {', '.join(parts)}",
+        2,
+    )
+    if covered.sampled:
+        _line(
+            console,
+            f"{count(covered.sampled, 'tensor')} by digest alone: how they differ is judged from "
+            "samples",
+            2,
+        )
+    for label, names in covered.only.items():
+        if names:
+            _line(console, f"{count(len(names), 'tensor')} on {label} alone: {described(names)}", 2)
+    reasons: dict[str, list[str]] = {}
+    for name, why in covered.not_compared.items():
+        reasons.setdefault(why, []).append(name)
+    for why, names_of in reasons.items():
+        _line(console, f"not compared: {listed(names_of, 3)}: {why}", 2)
+    for note in covered.notes:
+        _line(console, note, 2)
+
+
+def _line(console: Console, text: str, indent: int) -> None:
+    console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
