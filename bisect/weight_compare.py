@@ -207,7 +207,8 @@ class _Comparison:
                 ]
 
     def _report(self, common: int, only: Mapping[str, tuple[str, ...]]) -> WeightReport:
-        compared = common - sum(1 for n in self.not_compared if n in self._common(only))
+        a, b = self.holders
+        compared = common - sum(1 for n in self.not_compared if n in a and n in b)
         problems = [p for holder in self.holders for p in holder.problems]
         reasons: list[str] = []
         status: Status = "agree"
@@ -248,9 +249,6 @@ class _Comparison:
             reasons=tuple(reasons),
             next=self._next() if unknown and self.previous is None else "",
         )
-
-    def _common(self, only: Mapping[str, tuple[str, ...]]) -> set[str]:
-        return set(self.holders[0].names()) - set(only[self.labels[0]])
 
     def _ruled_out(self, compared: int) -> tuple[RuledOut, ...]:
         if not compared:

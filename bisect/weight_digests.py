@@ -11,7 +11,7 @@ import torch
 from layerbisect.bisect.weight_holders import Holder
 from layerbisect.bisect.weight_numbers import equal_but_for_dtype
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.weight_format import SCALE, digest, torch_dtype
+from layerbisect.captures.weight_format import SCALE, Extent, digest, torch_dtype
 from layerbisect.captures.weight_store import StoredPart, WeightSnapshot, cut, strided
 
 
@@ -98,30 +98,38 @@ class DigestLookup:
 
     def __init__(self, holder: Holder, names: Iterable[str]) -> None:
         self._holder = holder
-        self._names = tuple(names)
-        self._known: dict[tuple[str, tuple[StoredPart, ...]], bool] = {}
+        self._by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            self._by_shape.setdefault(holder.shape(name), []).append(name)
+        self._known: dict[tuple[str, tuple[Extent, ...], str], str | None] = {}
 
     def alike(self, name: str, digests: WeightSnapshot) -> str | None:
         """Name another tensor that has the digests of ``name``."""
-        shape = digests.shape(name)
         parts = digests.parts(name)
-        for other in self._names:
-            if other == name or self._holder.shape(other) != shape:
-                continue
-            if self._matches(other, parts):
+        for other in self._by_shape.get(digests.shape(name), ()):
+            if other != name and all(
+                self._digest(other, part) == part.header.digest for part in parts
+            ):
                 return other
         return None
 
-    def _matches(self, other: str, parts: tuple[StoredPart, ...]) -> bool:
+    def _digest(self, name: str, part: StoredPart) -> str | None:
+        """Digest what the other side has in a part's place; None where that cannot be."""
+        key = (name, part.header.extents, part.header.dtype)
+        if key not in self._known:
+            try:
+                self._known[key] = self._made(name, part)
+            except LayerBisectError:
+                # said of that tensor where it is compared itself
+                self._known[key] = None
+        return self._known[key]
+
+    def _made(self, name: str, part: StoredPart) -> str | None:
         snapshot = self._holder.snapshot
         if snapshot is not None and not snapshot.info.values:
-            theirs = {p.header.extents: p.header.digest for p in snapshot.parts(other)}
-            return all(theirs.get(p.header.extents) == p.header.digest for p in parts)
-        values = self._holder.get(other).values
-        return all(
-            digest(cut(p, values).contiguous().to(torch_dtype(p.header.dtype))) == p.header.digest
-            for p in parts
-        )
+            return _digests(snapshot, name).get((part.header.extents, part.header.dtype))
+        values = cut(part, self._holder.get(name).values).contiguous()
+        return digest(values.to(torch_dtype(part.header.dtype)))
 
 
 def _both_sampled(name: str, first: Holder, second: Holder) -> tuple[torch.Tensor, torch.Tensor]:

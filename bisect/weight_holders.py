@@ -63,6 +63,8 @@ class Holder(Protocol):
     snapshot: WeightSnapshot | None
     """What is behind it, where it is a snapshot."""
 
+    def __contains__(self, name: str) -> bool: ...
+
     def names(self) -> tuple[str, ...]:
         """Every logical tensor, without scales of blocks."""
 
@@ -104,6 +106,9 @@ class SnapshotHolder:
         self.problems = snapshot.problems
         self.left_out: Mapping[str, str] = snapshot.left_out
         self._block = snapshot.info.block or (128, 128)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
 
     def names(self) -> tuple[str, ...]:
         """Every logical tensor, without scales of blocks."""
@@ -155,6 +160,9 @@ class CheckpointHolder:
                     for part, each in enumerate(expert_names(name, expert, kinds)):
                         self._homes[each] = (stored, expert, part, len(kinds))
         self.left_out: Mapping[str, str] = left_out
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
 
     def names(self) -> tuple[str, ...]:
         """Every logical tensor, without scales of blocks."""

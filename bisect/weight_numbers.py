@@ -9,6 +9,7 @@ import torch
 
 EXPLAINED = 0.25
 """A fit explains a difference when it leaves at most this of its norm: 94 % of the square."""
+_CHUNK = 1 << 20
 
 
 def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -45,11 +46,39 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     return norm(first - second) / larger if larger else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over all values of two tensors, in float64."""
+
+    count: int
+    first: float
+    second: float
+    first_square: float
+    second_square: float
+    product: float
+    difference_square: float
+
+
+def moments(first: torch.Tensor, second: torch.Tensor) -> Moments:
+    """Add up two tensors of one shape, a chunk at a time: float64 copies of all take too much."""
+    sums = torch.zeros(6, dtype=torch.float64)
+    a, b = first.reshape(-1), second.reshape(-1)
+    for at in range(0, a.numel(), _CHUNK):
+        x, y = (z[at : at + _CHUNK].double() for z in (a, b))
+        apart = y - x
+        sums += torch.stack([x.sum(), y.sum(), x @ x, y @ y, x @ y, apart @ apart])
+    return Moments(a.numel(), *sums.tolist())
+
+
 def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
     """Correlation of all values; 0 where one side is constant."""
-    a, b = (x.reshape(-1) - x.mean() for x in (first, second))
-    size = norm(a) * norm(b)
-    return float((a.double() @ b.double()) / size) if size else 0.0
+    m = moments(first, second)
+    spread = [
+        square - total * total / m.count
+        for square, total in ((m.first_square, m.first), (m.second_square, m.second))
+    ]
+    size = math.sqrt(max(spread[0], 0.0) * max(spread[1], 0.0))
+    return (m.product - m.first * m.second / m.count) / size if size else 0.0
 
 
 def garbage(values: torch.Tensor) -> str | None:
@@ -78,18 +107,21 @@ class Fit:
 
 def fits(first: torch.Tensor, second: torch.Tensor) -> tuple[Fit, Fit]:
     """Fit a gain alone and an offset alone, to two tensors that differ."""
-    a, b = first.reshape(-1).double(), second.reshape(-1).double()
-    apart = norm(b - a)
-    gain = float(a @ b) / max(float(a @ a), 1e-300)
-    offset = float((b - a).mean())
+    m = moments(first, second)
+    gain = m.product / max(m.first_square, 1e-300)
+    offset = (m.second - m.first) / m.count
+    gained = m.second_square - gain * m.product
+    moved = m.difference_square - m.count * offset**2
+    spread = m.second_square - m.second**2 / m.count
     return (
-        Fit(gain, 0.0, _ratio(norm(b - gain * a), min(apart, norm(b)))),
-        Fit(1.0, offset, _ratio(norm(b - a - offset), min(apart, norm(b - b.mean())))),
+        Fit(gain, 0.0, _ratio(gained, min(m.difference_square, m.second_square))),
+        Fit(1.0, offset, _ratio(moved, min(m.difference_square, spread))),
     )
 
 
 def _ratio(left: float, whole: float) -> float:
-    return left / whole if whole else math.inf
+    """Root of the ratio of two squared norms, of which rounding may have made one negative."""
+    return math.sqrt(max(left, 0.0) / whole) if whole > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)

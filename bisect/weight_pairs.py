@@ -55,7 +55,7 @@ class Pair:
 
 def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None) -> Pair:
     """Read a tensor that differs; raises LayerBisectError where a side cannot be read."""
-    known = previous is not None and name in previous.names()
+    known = previous is not None and name in previous
     if not has_values(first) or not has_values(second):
         look = compare_digests(name, first, second)
         assert look.samples is not None
