@@ -15,7 +15,7 @@ import torch
 from layerbisect.captures.record_file import ScoreRecord
 from tests.bisect.score_faults_bookkeeping import BOOKKEEPING
 from tests.bisect.score_faults_engines import ENGINES
-from tests.bisect.score_lab import Lab, Precision, Sample, before, prompts, score
+from tests.bisect.score_lab import Precision, before, prompts, score
 from tests.bisect.score_runs import Bench, Case, Family, Three, record, three
 
 FAULTS: dict[str, Case] = {**BOOKKEEPING, **ENGINES}
@@ -75,14 +75,14 @@ def _with_tools(bench: Bench, unscored: bool) -> list[ScoreRecord]:
 
 def _warm(bench: Bench) -> list[ScoreRecord]:
     """A's prompts came from a sound prefix cache, in part."""
-    run = bench.sound(seed=3)
+    run = bench.sound(seed=1)
     cached = [len(s.prompt) // 8 * 8 if i % 2 else 0 for i, s in enumerate(run.samples)]
     nothing = [0] * len(cached)
     return [record(run.samples, run.scores(), cached={"A": cached, "B0": nothing, "B1": nothing})]
 
 
 def _at_temperature(bench: Bench, heat: float) -> list[ScoreRecord]:
-    run = three(bench.lab(), seed=4, draw=lambda logits, ids: logits / heat)
+    run = bench.heated(heat)
     scores = run.scores(a=heat, b=heat, c=heat)
     return [record(run.samples, scores, definition="temperature", temperature=heat)]
 
@@ -126,7 +126,7 @@ def _same_path(bench: Bench) -> list[ScoreRecord]:
 
 def _other_chunks(bench: Bench) -> list[ScoreRecord]:
     """The second replay was chunked otherwise, and rounds otherwise."""
-    run = bench.sound("moe", seed=2)
+    run = bench.sound("moe")
     scores = run.scores()
     other = bench.lab("moe").prefill(run.samples, chunk=48)
     scores["B1"] = [
@@ -137,13 +137,13 @@ def _other_chunks(bench: Bench) -> list[ScoreRecord]:
 
 def _precise_trainer(bench: Bench) -> list[ScoreRecord]:
     """The trainer computes in float16, so that all rounding is the rollout's."""
-    trainer = bench.lab(precision="float16")
-    return [_kept(three(bench.lab(), trainer=trainer, seed=3))]
+    run = bench.sound()
+    return [_kept(run.retrained(bench.lab(precision="float16").train(run.samples)))]
 
 
 def _backward_only(bench: Bench) -> list[ScoreRecord]:
     """B067: the fault is in the backward, and C.grad is as good as C."""
-    run = bench.sound(seed=4)
+    run = bench.sound(seed=2)
     scores = run.scores()
     scores["C.grad"] = [values.copy() for values in scores["C0"]]
     return [record(run.samples, scores)]
@@ -152,10 +152,9 @@ def _backward_only(bench: Bench) -> list[ScoreRecord]:
 def _padding_leaks(bench: Bench) -> list[ScoreRecord]:
     """B069: padding gets a thousandth of attention, which scores cannot tell from rounding."""
 
-    def train(lab: Lab, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        return lab.train_padded(samples, 8, shift=False, leak=-7.0)
-
-    return [_kept(three(bench.lab(), seed=17, train=train))]
+    run = bench.sound()
+    leaky = bench.lab().train_padded(run.samples, 8, shift=False, leak=-7.0)
+    return [_kept(run.retrained(leaky))]
 
 
 def _steps(bench: Bench) -> list[ScoreRecord]:

@@ -62,6 +62,10 @@ class Three:
             "C0.logit": [chosen(before(rows, s), s.response) for s, _, _, rows in pairs],
         }
 
+    def retrained(self, c: Rows) -> Three:
+        """The same tokens with other logits of C."""
+        return Three(self.rollout, self.b, c)
+
     def cut(self, lengths: Sequence[int]) -> Three:
         """The same with responses that ended earlier."""
         rollout = Rollout(
@@ -91,12 +95,8 @@ def three(
     samples: int = 2,
     draw: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     fault: Decode = SOUND,
-    train: Callable[[Lab, Sequence[Sample]], Rows] | None = None,
 ) -> Three:
-    """Generate, replay and train on the same tokens.
-
-    ``generator`` generates in place of ``rollout``; ``train`` is the trainer's forward.
-    """
+    """Generate, replay and train on the same tokens; ``generator`` generates for ``rollout``."""
     found = (generator or rollout).generate(
         prompts(seed) if asked is None else asked,
         length,
@@ -105,9 +105,8 @@ def three(
         draw=draw,
         fault=fault,
     )
-    lab = trainer or rollout
-    c = lab.train(found.samples) if train is None else train(lab, found.samples)
-    return Three(found, rollout.prefill(found.samples), c)
+    trained = (trainer or rollout).train(found.samples)
+    return Three(found, rollout.prefill(found.samples), trained)
 
 
 def record(
@@ -168,13 +167,29 @@ class Bench:
         return made
 
     def sound(
-        self, family: Family = "dense", precision: Precision = "mixed", seed: int = 0, **how: Any
+        self,
+        family: Family = "dense",
+        precision: Precision = "mixed",
+        seed: int = 0,
+        samples: int = 2,
+        longest: int = 40,
     ) -> Three:
-        """A run of three sound engines."""
-        key = ("sound", family, precision, seed, *sorted(how.items()))
-        made: Three = self._once(
-            key, lambda: three(self.lab(family, precision), seed=seed, **how)
-        )
+        """A run of three sound engines, with prompts of 10 tokens to ``longest``."""
+
+        def make() -> Three:
+            asked = prompts(seed, longest=longest)
+            return three(self.lab(family, precision), seed=seed, asked=asked, samples=samples)
+
+        made: Three = self._once(("sound", family, precision, seed, samples, longest), make)
+        return made
+
+    def heated(self, heat: float, family: Family = "dense") -> Three:
+        """A run of three sound engines that samples at the temperature ``heat``."""
+
+        def make() -> Three:
+            return three(self.lab(family), seed=9, draw=lambda logits, ids: logits / heat)
+
+        made: Three = self._once(("heated", family, heat), make)
         return made
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
