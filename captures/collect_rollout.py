@@ -82,6 +82,8 @@ def collect(
     check_replays(replays)
     target = _new_file(path)
     info = worker.info()
+    for number, prompt in enumerate(asked):
+        info.check_tokens(f"prompt {number}", prompt)
     watch = WeightWatch(ask_digests=digests)
     watch.look(worker, "before A")
     sent = [prompt for prompt in asked for _ in range(samples)]

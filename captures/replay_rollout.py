@@ -14,6 +14,7 @@ from layerbisect.captures.record import Call, Scoring
 from layerbisect.captures.record_file import ScoreRecord
 from layerbisect.captures.sglang_reply import ScoredResponse
 from layerbisect.captures.sglang_worker import Worker
+from layerbisect.captures.sglang_worker_info import vocabulary_of
 
 BATCH = 64
 """Responses in one request, where the record does not say which were generated together."""
@@ -145,12 +146,16 @@ def _with_pass(
     if not routed:
         watch.look(worker, f"before {column}")
     calls = {call.name: call for call in record}
+    vocabulary = vocabulary_of(record.info.model) if info is None else info.vocabulary
+    if info is not None:
+        for call in record:
+            info.check_tokens(f"call {call.name!r}", call.tokens.tolist())
     found: dict[str, ScoredResponse] = {}
     for number, names in enumerate(batches):
         if number:
             tick()
         worker.flush()
-        found |= _scored([calls[name] for name in names], worker)
+        found |= _scored([calls[name] for name in names], worker, vocabulary)
         for name in names:
             watch.told(worker, found[name].versions, f"in {column}")
     if not routed:
@@ -179,11 +184,14 @@ def _with_pass(
     )
 
 
-def _scored(calls: Sequence[Call], worker: Worker) -> Iterator[tuple[str, ScoredResponse]]:
+def _scored(
+    calls: Sequence[Call], worker: Worker, vocabulary: int | None
+) -> Iterator[tuple[str, ScoredResponse]]:
     answers = worker.score(
         [call.tokens.tolist() for call in calls],
         [len(call.prompt) for call in calls],
         adapters=[call.context.get("adapter") for call in calls],
+        vocabulary=vocabulary,
     )
     for call, answer in zip(calls, answers, strict=True):
         if answer.cached:

@@ -71,15 +71,25 @@ def generated(
             )
         given = one.get("output_ids")
         if given is not None and given != list(tokens):
-            raise Unusable(f"scored other tokens than it gave in {here}: {_differ(tokens, given)}")
+            raise Unusable(
+                f"scored other tokens than it gave in {here}: {list(tokens)!r:.80} and not "
+                f"{given!r:.80}"
+            )
         found.append(_scored(here, meta, pairs, kind))
     return tuple(found)
 
 
 def replayed(
-    reply: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+    reply: Any,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    vocabulary: int | None = None,
 ) -> tuple[ScoredResponse, ...]:
     """Read the scores of responses that were sent whole, scored from the first token on.
+
+    SGLang scores the last token of a vocabulary as what it is and calls it 0 (0.5.23,
+    logprob_result_processor.py clips one too many), which is understood where the model's number
+    of tokens is known.
 
     Raises Unusable: another number of answers, of tokens or of scores, other tokens, a score that
     is not finite.
@@ -90,9 +100,14 @@ def replayed(
         entries = _entries(here, meta, "input_token_logprobs")
         if len(entries) != len(sent):
             raise Unusable(f"gave {len(entries)} scores for the {len(sent)} tokens of {here}")
-        tokens = [token for _, token in entries]
-        if tokens != list(sent):
-            raise Unusable(f"scored other tokens than were sent in {here}: {_differ(tokens, sent)}")
+        named = [0 if token + 1 == vocabulary else token for token in sent]
+        for place, ((score, token), name) in enumerate(zip(entries, named, strict=True)):
+            if token not in (name, sent[place]):
+                raise Unusable(
+                    f"scored another token than was sent in {here}: {token} and not {sent[place]} "
+                    f"at position {place}"
+                )
+            entries[place] = (score, sent[place])
         pairs = _finite(here, entries[prompt:])
         found.append(_scored(here, meta, pairs, ""))
     return tuple(found)
@@ -163,10 +178,3 @@ def _scored(
         versions=tuple(dict.fromkeys(str(v) for v in versions if v is not None)),
         rank=meta["dp_rank"] if type(meta.get("dp_rank")) is int else None,
     )
-
-
-def _differ(got: Sequence[int], sent: Any) -> str:
-    for place, (one, other) in enumerate(zip(got, sent, strict=False)):
-        if one != other:
-            return f"{one} and not {other!r} at position {place}"
-    return f"{len(got)} and not {len(sent)} of them"

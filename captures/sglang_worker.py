@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from layerbisect.captures.errors import WorkerError
 from layerbisect.captures.sglang_http import send
-from layerbisect.captures.sglang_info import SETTINGS
 from layerbisect.captures.sglang_reply import (
     ReplyError,
     ScoredResponse,
@@ -23,6 +22,7 @@ from layerbisect.captures.sglang_reply import (
     generated,
     replayed,
 )
+from layerbisect.captures.sglang_worker_info import WorkerInfo, info_of, version_of
 
 RAW: Mapping[str, Any] = {
     "temperature": 1.0,
@@ -39,35 +39,10 @@ RAW: Mapping[str, Any] = {
 
 FLUSH_SECONDS = 30.0
 _POLL_SECONDS = 0.1
-_SERVER = (
-    *SETTINGS,
-    "dtype",
-    "tp_size",
-    "dp_size",
-    "ep_size",
-    "pp_size",
-    "page_size",
-    "max_running_requests",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "random_seed",
-    "tokenizer_path",
-)
 # a route, or an action of it, that this version of the server does not have
 _ABSENT = (400, 404, 405, 422, 501)
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """What a worker serves, and the settings that change its numbers; "" where it does not say."""
-
-    model: str
-    revision: str
-    weight_version: str | None
-    engine: str
-    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Worker:
@@ -93,18 +68,11 @@ class Worker:
         """Ask what the worker serves and how."""
         model = self._described("the model's description", ("/model_info", "/get_model_info"))
         server = self._described("the server's settings", ("/server_info", "/get_server_info"))
-        version = server.get("version")
-        return WorkerInfo(
-            model=str(model.get("model_path") or ""),
-            revision=str(server.get("revision") or ""),
-            weight_version=_version(model),
-            engine="sglang" if version is None else f"sglang {version}",
-            settings={k: str(server[k]) for k in _SERVER if server.get(k) is not None},
-        )
+        return info_of(model, server)
 
     def weight_version(self) -> str | None:
         """Ask for the name of the weights that are loaded; None where the worker has none."""
-        return _version(
+        return version_of(
             self._described("the weight version", ("/model_info", "/get_model_info"))
         )
 
@@ -126,6 +94,25 @@ class Worker:
             return hashlib.sha256(" ".join(map(str, sums)).encode()).hexdigest()[:16]
 
         return _read(here, text, read)
+
+    def load_weights(self, directory: str | os.PathLike[str], version: str | None = None) -> None:
+        """Let the worker load the checkpoint ``directory`` of its own disk, and wait until it has.
+
+        ``version`` is what the weights are called from then on.
+        """
+        what = f"the weights of {directory}"
+        body: dict[str, Any] = {"model_path": os.fspath(directory)}
+        if version is not None:
+            body["weight_version"] = version
+        status, text = self._send("POST", "/update_weights_from_disk", what, body)
+        here = self._here("/update_weights_from_disk", what)
+        self._check_status(here, status, text)
+
+        def read(reply: Any) -> None:
+            if not isinstance(reply, dict) or reply.get("success") is not True:
+                raise Unusable(f"answered {text!r:.200}, and so did not load them")
+
+        _read(here, text, read)
 
     def flush(self) -> None:
         """Empty the prefix cache, waiting until nothing runs any more."""
@@ -159,7 +146,7 @@ class Worker:
         longest = int(sampling["max_new_tokens"])
         return self._generate(
             body,
-            f"responses to {len(prompts)} prompts",
+            _responses(len(prompts)),
             lambda reply: generated(reply, prompts, longest),
         )
 
@@ -169,12 +156,15 @@ class Worker:
         prompt_lengths: Sequence[int],
         *,
         adapters: Sequence[str | None] = (),
+        vocabulary: int | None = None,
     ) -> tuple[ScoredResponse, ...]:
         """Score the responses in ``sequences`` (prompt and response IDs) by prefill alone.
 
-        All go in one request. Each is scored from its first token on: SGLang reuses cached tokens
-        only before the first that it scores, so none of them is one that decoding wrote.
-        ``adapters`` names the LoRA adapter of each, where there are any.
+        All go in one request. Each is scored from its first token on, because SGLang reuses cached
+        tokens only before the first that it scores: asked from the response on, it lets a sequence
+        reuse the prompt of another in the same request, and its scores differ then. ``adapters``
+        names the LoRA adapter of each, where there are any; ``vocabulary`` is how many tokens the
+        model has, by which the last of them is recognised.
         """
         body = {
             "input_ids": [list(ids) for ids in sequences],
@@ -186,8 +176,8 @@ class Worker:
             body["lora_path"] = list(adapters)
         return self._generate(
             body,
-            f"scores of {len(sequences)} responses",
-            lambda reply: replayed(reply, sequences, prompt_lengths),
+            f"scores of {_responses(len(sequences))}",
+            lambda reply: replayed(reply, sequences, prompt_lengths, vocabulary),
         )
 
     def _generate(
@@ -245,6 +235,5 @@ def _read(here: str, text: str, read: Callable[[Any], _Result]) -> _Result:
         ) from None
 
 
-def _version(described: Mapping[str, Any]) -> str | None:
-    version = described.get("weight_version")
-    return None if version is None else str(version)
+def _responses(count: int) -> str:
+    return "1 response" if count == 1 else f"{count} responses"

@@ -185,7 +185,7 @@ BROKEN_REPLAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "not JSON": (lambda _: Raw("oops"), "answered what is not JSON: 'oops'"),
     "other IDs": (
         last_entry(lambda score, token: [score, token + 1]),
-        "scored other tokens than were sent in request 1",
+        "scored another token than was sent in request 1",
     ),
     "fewer scores": (
         meta("input_token_logprobs", lambda found: found[:-1]),
@@ -331,6 +331,18 @@ def test_a_place_where_nothing_can_be_written_is_found_before_generating(
     with pytest.raises(RecordError, match="cannot write"):
         collect(Worker(served.url), PROMPTS, tmp_path / "file" / "r.safetensors")
     assert not served.asked
+
+
+def test_token_ids_of_another_model_are_not_sent(
+    served: SimulatedWorker, path: Path, tmp_path: Path
+) -> None:
+    served.spoil["/model_info"] = lambda _: {"model_path": str(tmp_path)}
+    (tmp_path / "config.json").write_text('{"vocab_size": 4}')
+    with pytest.raises(WorkerError, match="prompt 1 has token ID 5, and .* has 4 tokens"):
+        collect(Worker(served.url), PROMPTS, path)
+    with pytest.raises(WorkerError, match="call 'a' has token ID 5, .* keeps A$"):
+        replay(saved(call("a")), Worker(served.url), path)
+    assert not served.bodies("generate") and not served.bodies("score")
 
 
 def saved(*calls: Call, **said: Any) -> ScoreRecord:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ def test_an_older_server_is_asked_under_the_older_names(served: SimulatedWorker)
     served.spoil["/get_model_info"] = lambda _: {"model_path": "older"}
     assert Worker(served.url).weight_version() is None
     assert Worker(served.url).info().model == "older"
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused(
+    served: SimulatedWorker, tmp_path: Path
+) -> None:
+    served.spoil["/model_info"] = lambda _: {"model_path": str(tmp_path)}
+    assert Worker(served.url).info().vocabulary is None
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 512}}')
+    info = Worker(served.url).info()
+    info.check_tokens("call 'a'", [1, 511])
+    with pytest.raises(WorkerError, match="call 'a' has token ID 512, and .* has 512 tokens"):
+        info.check_tokens("call 'a'", [1, 512])
 
 
 def test_flushing_waits_until_nothing_runs(served: SimulatedWorker) -> None:
@@ -140,7 +153,7 @@ def test_an_answer_that_is_none_is_named(served: SimulatedWorker, answer: Raw, s
     with pytest.raises(WorkerError, match=said) as caught:
         Worker(served.url, timeout=0.5).generate(PROMPTS, SAMPLING)
     assert time.monotonic() - began < 3
-    assert str(caught.value).startswith(f"{served.url}, asked for responses to 2 prompts")
+    assert str(caught.value).startswith(f"{served.url}, asked for 2 responses")
     assert "\n" not in str(caught.value)
 
 
@@ -178,7 +191,7 @@ OUTPUT, INPUT = "output_token_logprobs", "input_token_logprobs"
         (entry(OUTPUT, 2, lambda e: [float("nan"), *e[1:]]), "nan as the score at response posi"),
         (entry(OUTPUT, 2, lambda e: [float("-inf"), *e[1:]]), "-inf as the score at response pos"),
         (entry(OUTPUT, 2, lambda e: ["-1", *e[1:]]), "'-1' as the score at response position 2"),
-        (entry(OUTPUT, 2, lambda e: [e[0], 99, None]), "scored other tokens than it gave .* 99 "),
+        (entry(OUTPUT, 2, lambda e: [e[0], 99, None]), "scored other tokens than it gave .* 99, "),
         (entry(OUTPUT, 2, -0.5), "gave -0.5 at place 2 of output_token_logprobs"),
         (entry(OUTPUT, 2, lambda e: [e[0], -1, None]), "at place 2 of output_token_logprobs"),
         (meta("completion_tokens", 5), "4 scores for the 5 tokens of request 1"),
@@ -243,3 +256,27 @@ def test_a_replay_that_cannot_be_used_is_refused(
     served.spoil["score"] = spoil
     with pytest.raises(ReplyError, match=said):
         Worker(served.url).score([[1, 2, 3], [4, 5, 7, 6]], [2, 2])
+
+
+def test_the_last_token_of_a_vocabulary_may_be_called_0(served: SimulatedWorker) -> None:
+    # as SGLang does, while the score is of the token itself
+    served.spoil["score"] = entry(INPUT, 3, lambda e: [e[0], 0, None])
+    worker, sent = Worker(served.url), [[4, 5, 7, 511]]
+    (one,) = worker.score(sent, [2], vocabulary=512)
+    assert one.tokens == (7, 511) and one.scores[1] == score(sent[0])
+    for vocabulary in (None, 513):
+        with pytest.raises(ReplyError, match="0 and not 511 at position 3"):
+            worker.score(sent, [2], vocabulary=vocabulary)
+
+
+def test_a_worker_that_did_not_load_weights_is_named(served: SimulatedWorker) -> None:
+    route = "/update_weights_from_disk"
+    served.spoil[route] = lambda _: {"success": True}
+    Worker(served.url).load_weights("new", "2")
+    assert served.bodies(route) == [{"model_path": "new", "weight_version": "2"}]
+    answers: list[Any] = [{"success": False}, [], Raw('{"success": false}', 400)]
+    # each request takes the next of them
+    served.spoil[route] = lambda _: answers.pop()
+    while answers:
+        with pytest.raises(WorkerError, match="asked for the weights of new"):
+            Worker(served.url).load_weights("new")
