@@ -135,7 +135,7 @@ def vocab_parallel_scores(
     temperature: float | None = None,
     chunk: int = CHUNK_VALUES,
 ) -> TokenScores:
-    """Score ``targets`` by logits whose vocabulary is sharded, with the normaliser over all shards.
+    """Score ``targets`` by logits whose vocabulary is sharded, with the normalizer over all shards.
 
     Args:
         shards: this process's shards, each its first vocabulary row and logits [row, local vocab].

@@ -1,4 +1,4 @@
-"""Log-probs from logits: the shift, the normaliser over all shards, and the memory it takes."""
+"""Log-probs from logits: the shift, the normalizer over all shards, and the memory it takes."""
 
 import subprocess
 import sys
@@ -116,7 +116,7 @@ def test_shards_give_what_the_whole_vocabulary_gives(data: st.DataObject) -> Non
     np.testing.assert_allclose(found.logprob, whole, atol=5e-6, rtol=0)
 
 
-def test_normalising_each_shard_by_itself_is_not_what_is_returned() -> None:
+def test_normalizing_each_shard_by_itself_is_not_what_is_returned() -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(32, 64), torch.randint(0, 64, (32,))
     shards = [(start, logits[:, start : start + 16]) for start in range(0, 64, 16)]
@@ -161,7 +161,7 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes_share_one_normaliser(tmp_path: Path) -> None:
+def test_two_processes_share_one_normalizer(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", RANK, str(rank), str(tmp_path / "store")],
