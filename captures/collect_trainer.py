@@ -55,13 +55,15 @@ def score(
 
     Columns that the record has already are kept, and those that lack are added: what was broken off
     goes on. Each column is saved when it is whole. Modes of the module and torch's random state are
-    afterwards what they were, whatever happens.
+    afterwards what they were, whatever happens. That weights stay the same is seen by reading all
+    their bytes, once at first and once a column, see `weights_digest`.
 
     Args:
         record: what to score.
         trainer: a transformers causal language model, or a callable for anything else, see
             ``Scorer``. It is called with gradients off, and for ``C.grad`` on.
-        path: file that the record is saved to after each column; None to save nothing.
+        path: file that the record is saved to after each column; None to save nothing, as on all
+            ranks but one where several score together.
         repeats: how many frozen forwards.
         grad: whether to add the gradient-enabled forward.
         batch_size: calls that are scored together.
