@@ -10,6 +10,7 @@ from layerbisect.cli.capture import capture
 from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
 from layerbisect.cli.show import show
+from layerbisect.cli.weights import weights
 
 __all__ = ["main"]
 
@@ -55,5 +56,5 @@ def main() -> None:
     """
 
 
-for _command in (demo, capture, show, bisect, doctor):
+for _command in (demo, weights, capture, show, bisect, doctor):
     main.add_command(_command)
