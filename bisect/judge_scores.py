@@ -44,8 +44,9 @@ def judge(
 ) -> Verdict:
     """Judge what was scored.
 
-    Records of several steps are judged step by step: the verdict is of the first step that does not
-    agree, and of the last where all do.
+    Records of several steps are judged step by step: the verdict is of the first step in which a
+    culprit is found, else of the first that does not agree, else of the last. What later steps say
+    of weights is added to it.
 
     Args:
         records: records with the same columns; at least two of A, B and C.
@@ -70,18 +71,33 @@ def judge(
         steps.setdefault(record.info.step, []).append(record)
     order = sorted(steps, key=lambda step: (step is not None, step or 0))
     seen: list[StepReport] = []
-    chosen: Verdict | None = None
+    verdicts: list[Verdict] = []
     for step in order:
         judged = _measure(steps[step], tolerance, moved, epsilon, report)
         verdict = conclude(judged, tuple(seen), step)
         seen.append(_step(step, judged))
-        if chosen is None or chosen.status == "agree":
-            chosen = verdict
-    if chosen is None:
+        verdicts.append(verdict)
+    if not verdicts:
         raise RecordError("there is no record to judge; give at least one")
-    if len(seen) > 1 and chosen.scores is not None:
-        chosen = replace(chosen, scores=replace(chosen.scores, steps=tuple(seen)))
-    return chosen
+    return verdicts[0] if len(verdicts) == 1 else _of_steps(verdicts, seen)
+
+
+def _of_steps(verdicts: Sequence[Verdict], seen: Sequence[StepReport]) -> Verdict:
+    found = [verdict for verdict in verdicts if verdict.culprits]
+    apart = [verdict for verdict in verdicts if verdict.status != "agree"]
+    chosen = (*found, *apart, verdicts[-1])[0]
+    weights = [
+        culprit
+        for verdict in found
+        for culprit in verdict.culprits
+        if culprit.operator == "weights" and verdict is not chosen
+    ]
+    assert chosen.scores is not None
+    return replace(
+        chosen,
+        culprits=(*chosen.culprits, *weights),
+        scores=replace(chosen.scores, steps=tuple(seen)),
+    )
 
 
 def compared_columns(columns: Mapping[str, Scoring]) -> list[tuple[str, str]]:

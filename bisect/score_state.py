@@ -31,13 +31,12 @@ def stale(
     weights: Mapping[str, str],
     before: Sequence[StepReport],
     step: int | None,
-    columns: Mapping[str, Scoring],
     standing: Standing,
 ) -> tuple[str, tuple[str, ...]] | None:
     """Say which side missed an update, and the evidence; None where nothing shows it.
 
-    Needs B and C apart, and either a step before at which both said what their weights were, or
-    versions of one naming on both sides.
+    Needs B and C apart, and a step before at which both said what their weights were. Versions that
+    differ convict nobody: each side may count in its own way.
     """
     between = [p for p in standing.apart if p.first[0] in "AB" and p.second[0] == "C"]
     if not between or standing.letter in ("A", "B"):
@@ -57,14 +56,19 @@ def stale(
                     if pair.name in last.maes
                 ),
             )
-    versions = {
-        label: {s.weight_version for c, s in columns.items() if c[0] in letters}
+    return None
+
+
+def versions(columns: Mapping[str, Scoring]) -> str | None:
+    """Say where the two sides name their weights differently; None where they don't."""
+    named = {
+        label: {s.weight_version for c, s in columns.items() if c[0] in letters} - {None}
         for label, letters in (("rollout", "AB"), ("trainer", "C"))
     }
-    if all(len(v) == 1 and None not in v for v in versions.values()):
-        rollout, trainer = (versions[label].copy().pop() for label in ("rollout", "trainer"))
-        if rollout != trainer:
-            return "unknown", (
-                f"the rollout scored with the weights {rollout!r} and the trainer with {trainer!r}",
-            )
+    if all(len(names) == 1 for names in named.values()) and named["rollout"] != named["trainer"]:
+        rollout, trainer = (names.pop() for names in named.values())
+        return (
+            f"the rollout calls its weights {rollout!r} and the trainer {trainer!r}: where both "
+            "count alike, these are other weights"
+        )
     return None

@@ -56,7 +56,9 @@ def judge_update(
                 "on both sides, the new one twice"
             )
     _check_same(old, new)
-    verdict = judge([new], tolerance=tolerance, epsilon=epsilon)
+    # A is evidence from the old weights
+    scored = new.without("A")
+    verdict = judge([scored], tolerance=tolerance, epsilon=epsilon)
     moved = {
         side: _moved(old, new, letter) for side, letter in (("rollout", "B"), ("trainer", "C"))
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layerbisect.bisect.score_map import CLEAR, PATHS, SIDES, Letter, Shape, Standing, shapes
 from layerbisect.bisect.score_next import next_step
 from layerbisect.bisect.score_report import PairReport, RepeatReport, ScoreReport, StepReport
-from layerbisect.bisect.score_state import conditions, stale
+from layerbisect.bisect.score_state import conditions, stale, versions
 from layerbisect.bisect.score_tests import PLACES
 from layerbisect.bisect.verdict import (
     Coverage,
@@ -49,10 +49,10 @@ class Judged:
 def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> Verdict:
     """Conclude one step; ``before`` are the steps that were judged already."""
     scores, standing = judged.scores, judged.standing
-    convicting = shapes(scores.findings, standing.letter, scores.tolerance)
+    convicting = shapes(scores.findings, standing.letter, scores.tolerance, scores.floors)
     unlike = conditions(judged.columns)
     moved = [r for r in scores.repeats if r.moved_tokens]
-    weights = stale(judged.weights(), before, step, judged.columns, standing)
+    weights = stale(judged.weights(), before, step, standing)
     culprits = [] if weights is None else [_of_weights(*weights, judged)]
     # what other weights do to scores may look like a shape of the trainer's
     culprits += [_of_shape(s, judged) for s in convicting if weights is None or s.letter == "A"]
@@ -272,6 +272,9 @@ def _reasons(
     if status == "agree":
         largest = max(scores.pairs, key=lambda pair: pair.gap.mae)
         said.append(f"{_said(largest)}, within the tolerance of {scores.tolerance:g} nat")
+    named = versions(judged.columns)
+    if status == "divergent" and named:
+        said.append(named)
     if status == "divergent" and before and before[-1].step is not None:
         said.append(
             f"step {before[-1].step} agreed and step {step} does not: it broke at an update"

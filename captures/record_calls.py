@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +65,12 @@ class StoredCalls(Sequence[Call]):
         try:
             with safe_open(self._path, framework="np") as opened:
                 metadata: dict[str, str] = opened.metadata() or {}
-            with self._path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                self._stored: dict[str, Any] = json.loads(file.read(length))
+            # kept open: a record that is saved again takes the place of this file, and not of
+            # what was opened
+            self._file = os.open(self._path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            self._stored: dict[str, Any] = json.loads(os.pread(self._file, length, 8))
         except FileNotFoundError:
             raise RecordError(f"there is no record {self._path}; name the file of one") from None
         except (SafetensorError, OSError) as error:
@@ -96,7 +101,8 @@ class StoredCalls(Sequence[Call]):
                 f"{stop} are called for"
             )
         offset = self._data + entry["data_offsets"][0] + start * dtype.itemsize
-        return np.fromfile(self._path, dtype, stop - start, offset=offset)
+        data = os.pread(self._file, (stop - start) * dtype.itemsize, offset)
+        return np.frombuffer(data, dtype)
 
     def __len__(self) -> int:
         return len(self._facts)

@@ -123,7 +123,11 @@ class ScoreRecord(Sequence[Call]):
 
     def generated(self) -> ScoreRecord:
         """Return the record as it was generated: A and behavior alone."""
-        kept = {c: s for c, s in self.info.columns.items() if c.partition(".")[0] in _GENERATED}
+        return self.without(*(c for c in self.columns if c.partition(".")[0] not in _GENERATED))
+
+    def without(self, *columns: str) -> ScoreRecord:
+        """Return the record, in memory, without some of its columns."""
+        kept = {c: s for c, s in self.info.columns.items() if c not in columns}
         calls = [
             replace(
                 call,

@@ -25,10 +25,10 @@ from layerbisect.bisect.verdict import Verdict
 from layerbisect.bisect.weight_compare import compare
 from layerbisect.captures.record_file import ScoreRecord
 from layerbisect.captures.replay_rollout import replay
-from layerbisect.models import make_tiny
 from layerbisect.render_scores import headline
+from layerbisect.render_weights import headline as weights_headline
 from scripts import published_scores as published
-from scripts.reproduce_runs import Rollout, Trainer, lower_stored_a, serve
+from scripts.reproduce_runs import Rollout, Trainer, lower_stored_a, make_model, serve
 
 VOCAB = 2048
 
@@ -214,7 +214,7 @@ def carry(
     rollout.worker.weights_digest()
     snapshots = sorted((rollout.folder / "rollout-weights").iterdir())
     weighed = compare(snapshots[-1], after, previous=before)
-    report.say(f"  its weights against the trainer's: {weighed}")
+    report.say(f"  its weights against the trainer's: {weights_headline(weighed)}")
     rollout.worker.load_weights(after, "T1")
     report.expect(
         "the same, update installed", judge_update(old, carried("installed", "T1")), agrees
@@ -237,7 +237,7 @@ def temperatures(report: Report, rollout: Rollout, model: Path) -> None:
         )
     report.table(("T", "B-C MAE", "published"), rows)
     for temperature, verdict in verdicts.items():
-        wanted = convicts("trainer", "logprob", f"temperature: C0 is of logits / {temperature}")
+        wanted = convicts("trainer", "logprob", f"C0 is of logits divided by {temperature:.2f}")
         report.expect(f"T = {temperature}", verdict, wanted)
     report.say()
 
@@ -252,9 +252,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     report = Report()
     options.work.mkdir(parents=True)
-    model = make_tiny(options.work / "T0", vocab=VOCAB)
+    model = make_model(options.work / "T0", VOCAB)
     arithmetic(report)
     with serve(model, options.work, options.tokens, VOCAB) as rollout:
         case_1_and_2(report, rollout, model)

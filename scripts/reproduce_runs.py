@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from layerbisect.captures.collect_rollout import collect
 from layerbisect.captures.collect_trainer import score
 from layerbisect.captures.record import Call
 from layerbisect.captures.record_file import ScoreRecord
+from layerbisect.captures.score_extraction import TokenScores
 from layerbisect.captures.score_steps import ScoreSteps
 from layerbisect.captures.sglang_worker import Worker
 from layerbisect.loading import load_model
+from layerbisect.models import make_tiny
 from scripts.published_scores import OFFSET
 from tests.sglang_server import sglang_server
 
 if TYPE_CHECKING:
     import torch
 
+    Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 PROMPTS, SAMPLES = 4, 2
 # a step of 5e-7, as published, is lost in the bfloat16 weights of a model this small
 LEARNING_RATE = 2e-3
+HEAD_SCALE = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,19 @@ class Rollout:
             step=step,
         )
         return record, path
+
+
+def make_model(directory: Path, vocab: int) -> Path:
+    """Make a tiny Qwen3-MoE whose rounding stays below 0.01 nat, as that of the published model.
+
+    A head with smaller weights makes flatter distributions, which round to smaller differences.
+    """
+    make_tiny(directory, layers=4, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, vocab=vocab)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] *= HEAD_SCALE
+    save_file(tensors, path, {"format": "pt"})
+    return directory
 
 
 @contextmanager
@@ -95,29 +114,30 @@ class Trainer:
         self.updates = 0
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def calculate_log_probs(self, call: Call) -> torch.Tensor:
-        """Score a response from the logits of its sequence: [response], nat."""
+    def calculate_log_probs_and_entropy(self, call: Call) -> Scored:
+        """Score a response from the logits of its sequence: log-prob, chosen logit, entropy."""
         import torch
 
         ids = torch.from_numpy(call.tokens)[None]
         logits = self.model(input_ids=ids, use_cache=False).logits[0, len(call.prompt) - 1 : -1]
         scaled = logits.float() / self.temperature
-        chosen = scaled.gather(-1, torch.from_numpy(call.response)[:, None]).squeeze(-1)
-        scores: torch.Tensor = chosen - scaled.logsumexp(-1)
-        return scores
+        scores = scaled - scaled.logsumexp(-1, keepdim=True)
+        target = torch.from_numpy(call.response)[:, None]
+        chosen, logit = (table.gather(-1, target).squeeze(-1) for table in (scores, scaled))
+        return chosen, logit, -(scores.exp() * scores).sum(-1)
 
-    def frozen_scores(self, call: Call) -> torch.Tensor:
+    def frozen_scores(self, call: Call) -> Scored:
         """Return what the loss gets; Case 2 plants its fault here."""
-        log_probs = self.calculate_log_probs(call)
+        log_probs, logit, entropy = self.calculate_log_probs_and_entropy(call)
         if self.offset:
             log_probs = log_probs - self.offset
-        return log_probs
+        return log_probs, logit, entropy
 
     def collect(self, record: ScoreRecord, path: Path) -> ScoreRecord:
         """Score twice, frozen."""
         return score(
             record,
-            lambda calls: [self.frozen_scores(call) for call in calls],
+            lambda calls: [self._scored(call) for call in calls],
             path,
             grad=False,
             module=self.model,
@@ -125,12 +145,15 @@ class Trainer:
             weight_version=f"T{self.updates}",
         )
 
+    def _scored(self, call: Call) -> TokenScores:
+        return TokenScores(*(part.detach().double().numpy() for part in self.frozen_scores(call)))
+
     def changes(self, record: ScoreRecord) -> list[str]:
         """Watch both stages in one forward, and name what changed the scores between them."""
         import torch
 
         with ScoreSteps() as steps, torch.no_grad():
-            steps.watch_attribute(self, "calculate_log_probs")
+            steps.watch_attribute(self, "calculate_log_probs_and_entropy")
             steps.watch_attribute(self, "frozen_scores")
             self.frozen_scores(record[0])
         return [str(change) for change in steps.changes()]
@@ -145,7 +168,7 @@ class Trainer:
         reward = dict(zip(("sample-0", "sample-1"), (-1.0, 1.0), strict=True))
         total = 0.0
         for call in record:
-            log_probs = self.calculate_log_probs(call)
+            log_probs, _, _ = self.calculate_log_probs_and_entropy(call)
             loss = -(reward[call.name.rpartition(".")[2]] * log_probs).mean() / len(record)
             torch.autograd.backward(loss)
             total += float(loss.detach())

@@ -47,6 +47,12 @@ _FILE = click.Path(path_type=Path)
     "--worker", "workers", multiple=True, metavar="URL", help="One replay on another worker, too."
 )
 @click.option("--router", metavar="URL", help="As many replays through a router, too.")
+@click.option(
+    "--digests/--no-digests",
+    default=True,
+    show_default=True,
+    help="Ask for checksums of the weights around each replay, which reads all of them.",
+)
 @click.option("--step", type=int, help="Updates of the policy before this rollout.")
 @click.option(
     "--timeout", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A request."
@@ -64,6 +70,7 @@ def collect(
     replays: int,
     workers: tuple[str, ...],
     router: str | None,
+    digests: bool,
     step: int | None,
     timeout: float,
     as_json: bool,
@@ -85,12 +92,13 @@ def collect(
     first = Worker(worker, timeout=timeout)
     others = [Worker(url, timeout=timeout) for url in workers]
     through = None if router is None else Worker(router, timeout=timeout)
+    passes = replays + len(others) + (replays if through else 0)
     with shown(console(stderr=True)) as progress:
         if prompts is not None:
             from layerbisect.token_file import read_tokens
 
             asked = read_tokens(prompts)
-            progress.start("generating and replaying", replays)
+            progress.start("generating and replaying", passes)
             record = generate(
                 first,
                 [one.ids for one in asked],
@@ -104,6 +112,7 @@ def collect(
                 original_logprobs=original_logprobs,
                 groups=[one.name for one in asked],
                 step=step,
+                digests=digests,
                 progress=progress.advance,
             )
         else:
@@ -112,7 +121,7 @@ def collect(
             from layerbisect.captures.saved_rollout import read_rollout
 
             open_saved = ScoreRecord.open if saved.suffix == ".safetensors" else read_rollout
-            progress.start("replaying", replays)
+            progress.start("replaying", passes)
             record = replay(
                 open_saved(saved),
                 first,
@@ -120,6 +129,7 @@ def collect(
                 replays=replays,
                 workers=others,
                 router=through,
+                digests=digests,
                 progress=progress.advance,
             )
     return _said(record.columns, len(record), out, as_json)
@@ -154,8 +164,8 @@ def trainer(
 ) -> int:
     """Add C0, C1, ... and C.grad, the gradient-enabled forward, to the file RECORD.
 
-    For a trainer that is no transformers model, call `layerbisect.captures.collect_trainer.score` in
-    its own process with a function that scores.
+    For another trainer, call `layerbisect.captures.collect_trainer.score` in its own process with a
+    function that scores.
 
     \b
     Example:
@@ -169,7 +179,8 @@ def trainer(
     opened = ScoreRecord.open(record)
     with shown(console(stderr=True)) as progress:
         progress.start("loading the model", 1)
-        loaded = load_model(model, dtype=dtype, attention=attention, device=device)
+        # C.grad is the forward as training runs it
+        loaded = load_model(model, dtype=dtype, attention=attention, device=device).train()
         progress.start("scoring responses", 1)
         scored = score(
             opened,

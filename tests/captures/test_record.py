@@ -171,6 +171,14 @@ def test_a_file_cut_off_or_changed_is_refused(tmp_path: Path) -> None:
         ScoreRecord.open(path)
 
 
+def test_what_was_opened_stays_what_it_was(tmp_path: Path) -> None:
+    path = record(simple(), simple("two")).save(tmp_path / "r.safetensors")
+    opened = ScoreRecord.open(path)
+    opened.with_column("B0", {"one": [-0.1, -0.2], "two": [-0.3, -0.4]}, Scoring()).save(path)
+    assert opened.columns == ("A",)
+    assert [c.scores["A"].tolist() for c in opened] == [[-0.5, -1.5]] * 2
+
+
 def test_a_directory_stands_for_its_records(tmp_path: Path) -> None:
     record(simple("two")).save(tmp_path / "1.safetensors")
     record(simple()).save(tmp_path / "0.safetensors")
