@@ -20,12 +20,14 @@ from layerbisect.bisect.score_gaps import (
     log_set_chance,
 )
 from layerbisect.bisect.score_report import Finding
-from layerbisect.bisect.score_responses import levels
+from layerbisect.bisect.score_responses import levels, log_apart
 from layerbisect.bisect.score_sample import PairSample
 
 # how many times larger than without a cached prefix
 _RATIO = 5.0
 _MOST = 0.75
+# nat: attention over a cached prefix may round otherwise, by less than this
+_MATTERS = 0.03
 
 
 def cached_prefix(sample: PairSample) -> Finding | None:
@@ -47,7 +49,7 @@ def _sides(sample: PairSample) -> Iterator[tuple[str, Ints]]:
 
 
 def _finding(
-    sample: PairSample, gaps: Gaps, chosen: Bools, log: float, where: str, evidence: str
+    sample: PairSample, gaps: Gaps, chosen: Bools, log: float, where: str, *evidence: str
 ) -> Finding:
     here, rest = (float(np.abs(gaps.d[part]).mean()) for part in (chosen, ~chosen))
     return Finding(
@@ -55,7 +57,7 @@ def _finding(
         pair=sample.name,
         side=None,
         summary=f"{where}: {here:.4f} nat apart, elsewhere {rest:.4f}",
-        evidence=(evidence,),
+        evidence=evidence,
         false_alarm=chance(log),
         explains=explained(gaps, chosen),
         tokens=int(chosen.sum()),
@@ -88,7 +90,10 @@ def _at_its_end(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
 
 
 def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
-    """Calls with a cached prefix may be apart while those without aren't, the more the longer."""
+    """Calls with a cached prefix may be apart while those without aren't, the more the longer.
+
+    The chance is that of calls standing apart, and that of their being the ones with a prefix.
+    """
     calls, level, mean = levels(gaps)
     for name, cached in _sides(sample):
         mine = cached[calls]
@@ -96,17 +101,17 @@ def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
             continue
         has = mine > 0
         chosen = has[np.searchsorted(calls, gaps.call)]
-        if has.all() or not has.any():
-            pass
-        elif level[has].min() > level[~has].max():
+        if has.any() and not has.all() and level[has].min() > level[~has].max():
             ratio = float(np.median(level[has]) / np.median(level[~has]))
-            if ratio >= _RATIO and float(mean[has].mean()) >= NATURAL:
-                # responses are exchangeable where the prefix has no effect
-                log = -log_choose(len(has), int(has.sum())) + math.log(4)
+            if ratio >= _RATIO and float(mean[has].mean()) >= _MATTERS:
+                match = -log_choose(len(has), int(has.sum())) + math.log(4)
                 yield _finding(
-                    sample, gaps, chosen, log, f"calls with a cached prefix in {name}",
+                    sample, gaps, chosen, log_apart(level, has) + match,
+                    f"calls with a cached prefix in {name}",
                     f"all {has.sum()} calls with one are further apart than all {(~has).sum()} "
                     f"without, {ratio:.0f} times by their medians",
+                    f"calls that stand apart for another reason match by chance: "
+                    f"{chance(match):.1e}",
                 )
         if len(np.unique(mine)) >= len(mine) / 2 and len(mine) >= 8:
             correlation = float(np.mean(normal_ranks(mine.astype(float)) * normal_ranks(level)))

@@ -16,9 +16,10 @@ Ints = NDArray[np.int64]
 
 _BLOCK = 16
 _STRIDE = 8
-# responses and tokens of each that are searched
+# responses, and tokens in all, that are searched; and blocks of each response
 _RESPONSES = 16
-_TOKENS = 4096
+_TOKENS = 1 << 16
+_BLOCKS = 512
 # share of a searched response's tokens that must be found elsewhere
 _MOVED = 0.25
 
@@ -30,7 +31,8 @@ def chunk_order(sample: PairSample) -> Finding | None:
     tokens; the other half tells how likely that is by chance.
     """
     bad = sorted((r for r in responses(sample) if r.gap > BAD), key=lambda r: -r.gap)
-    chosen = sorted(bad[:_RESPONSES], key=lambda r: r.call)
+    fit = int(np.searchsorted(np.cumsum([len(r.first) for r in bad]), _TOKENS)) + 1
+    chosen = sorted(bad[: min(fit, _RESPONSES)], key=lambda r: r.call)
     moved = [(r, lags) for r in chosen if (lags := _lags(r)) is not None]
     if not moved:
         return None
@@ -72,24 +74,29 @@ def chunk_order(sample: PairSample) -> Finding | None:
 
 def _lags(scores: Scores) -> Ints | None:
     """Return where each token's score is found, as an offset [response]; None where in place."""
-    first, second = scores.first[:_TOKENS], scores.second[:_TOKENS]
+    first, second = scores.first, scores.second
     if len(first) < 4 * _BLOCK or not (np.isfinite(first) & np.isfinite(second)).all():
         return None
     even = np.arange(0, _BLOCK, 2)
-    starts = np.arange(0, len(first) - _BLOCK + 1, _STRIDE)
+    stride = max(_STRIDE, len(first) // _BLOCKS)
     windows = np.lib.stride_tricks.sliding_window_view(second, _BLOCK)[:, ::2]
-    lags = np.zeros(len(scores.first), np.int64)
+    lags = np.zeros(len(first), np.int64)
     best = np.full(len(lags), np.inf)
-    for start in starts:
+    last: tuple[int, int] | None = None
+    for start in range(0, len(first) - _BLOCK + 1, stride):
         apart = np.minimum(np.abs(windows - first[start + even]), 1.0).mean(1)
         place = int(apart.argmin())
         others = np.r_[apart[: max(0, place - 1)], apart[place + 2 :]]
         if apart[place] > CLOSE * scores.gap or apart[place] > 0.5 * others.min():
             continue
-        here = slice(start, start + _BLOCK)
+        # what lies between two blocks of one lag goes with them
+        lag = place - start
+        begin = last[0] if last is not None and last[1] == lag else start
+        here = slice(begin, start + _BLOCK)
         nearer = apart[place] < best[here]
-        lags[here] = np.where(nearer, place - start, lags[here])
+        lags[here] = np.where(nearer, lag, lags[here])
         best[here] = np.minimum(best[here], apart[place])
+        last = start + _BLOCK, lag
     moved = lags != 0
     # one lag for all is a shift
     if moved.mean() < _MOVED or len(np.unique(lags[np.isfinite(best)])) < 2:

@@ -15,6 +15,7 @@ from layerbisect.bisect.score_gaps import (
     Array,
     Bools,
     Gaps,
+    by_call,
     chance,
     explained,
     log_set_chance,
@@ -81,6 +82,10 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
     size, mean = float(np.abs(rest).mean()), float(rest.mean())
     if size <= FLOOR or (size < _DECODE and abs(float(np.median(rest))) < _ONE_SIGN * size):
         return None
+    # what begins later is another test's
+    next_few = np.abs(gaps.d[(gaps.index > 0) & (gaps.index <= 3)])
+    if not len(next_few) or np.median(next_few) < 0.5 * np.median(np.abs(rest)):
+        return None
     here = float(np.abs(gaps.d[first]).mean())
     # the first is less apart by more than noise differs, or lacks an offset that the others have
     offset = math.copysign(1.0, float(np.median(rest))) * gaps.d
@@ -115,9 +120,11 @@ def _lowest(gaps: Gaps, first: Bools, values: Array, own: Array) -> tuple[float,
     Below half of the later tokens of its response is low.
     """
     logs, low = 0.0, 0
-    for call, value in zip(gaps.call[first], own[first], strict=True):
-        others = values[(gaps.call == call) & ~first]
-        below = int((others <= value).sum())
+    for part in by_call(gaps.call):
+        if not first[part.start]:
+            continue
+        others = values[part][1:]
+        below = int((others <= own[part.start]).sum())
         logs -= math.log((below + 1) / (len(others) + 1))
         low += below < 0.5 * len(others)
     return log_gamma_tail(int(first.sum()), logs), low

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,12 @@ def _usual(size: Array, level: Array) -> Array:
     ):
         medians[found] = np.median(size[part])
     return medians[which]
+
+
+def by_call(call: Ints) -> list[slice]:
+    """Where each call's tokens are, ``call`` [token] being in order."""
+    edges = np.flatnonzero(np.r_[True, call[1:] != call[:-1], True])
+    return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
 
 def surprise(values: Array, call: Ints) -> Array:

@@ -23,7 +23,7 @@ _LAGS = 8
 BAD = 0.05
 # a match leaves so much of a token's gap at most, for so many tokens at least
 CLOSE = 0.25
-SHARE = 0.75
+SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True, eq=False)

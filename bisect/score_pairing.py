@@ -22,10 +22,11 @@ from layerbisect.bisect.score_sample import PairSample
 
 Array = NDArray[np.float64]
 
-# responses that are compared with each other, and tokens of each
-_RESPONSES = 256
-_OTHERS = 512
+# responses that are looked for, how far around each others are looked at, and tokens of each
+_RESPONSES = 128
+_NEAR = 4
 _TOKENS = 256
+_MOST = 0.9
 # related scores have at least this rank correlation, and unrelated ones at most that
 _RELATED = 0.5
 _UNRELATED = 0.2
@@ -34,13 +35,17 @@ _UNRELATED = 0.2
 def swaps(sample: PairSample) -> tuple[dict[int, int], float]:
     """Return which response's second scores each response's first ones match, and the log chance.
 
-    Only responses that disagree are looked at, the worst first.
+    Only responses that disagree are looked for, the worst ones, among themselves and responses
+    near them.
     """
     every = responses(sample)
-    bad = sorted((r for r in every if r.gap > 2 * BAD), key=lambda r: -r.gap)[:_RESPONSES]
-    if not bad or len(every) < 2:
+    worst = sorted((i for i, r in enumerate(every) if r.gap > 2 * BAD), key=lambda i: -every[i].gap)
+    if not worst or len(every) < 2:
         return {}, 0.0
-    others = bad + [r for r in every if all(r is not b for b in bad)][: _OTHERS - len(bad)]
+    worst = worst[:_RESPONSES]
+    near = {j for i in worst for j in range(i - _NEAR, i + _NEAR + 1) if 0 <= j < len(every)}
+    bad = [every[i] for i in worst]
+    others = bad + [every[i] for i in sorted(near - set(worst))]
     width = min(_TOKENS, max(len(r.first) for r in others))
     second = np.full((len(others), width), np.nan)
     for row, scores in zip(second, others, strict=True):
@@ -86,6 +91,9 @@ def swapped_samples(sample: PairSample) -> Finding | None:
     gap = float(sizes[here].mean())
     pairs = ", ".join(f"{i} holds {j}" for i, j in list(sorted(found.items()))[:8])
     cycle = set(found) == set(found.values())
+    apart = [r for r in responses(sample) if r.gap > 2 * BAD]
+    examined = min(len(apart), _RESPONSES)
+    throughout = len(apart) == len(sample.lengths) and len(found) >= _MOST * examined
     return Finding(
         test="swapped samples",
         pair=sample.name,
@@ -95,12 +103,13 @@ def swapped_samples(sample: PairSample) -> Finding | None:
         evidence=(
             f"{pairs}" + (" ..." if len(found) > 8 else ""),
             f"as they are recorded these responses are {gap:.4f} nat apart",
+            f"{examined} of the {len(apart)} responses that disagree were looked for",
         ),
         false_alarm=chance(log),
         explains=float(sizes[here].sum() / sizes[sample.active].sum()),
         tokens=int(here.sum()),
         mae=gap,
-        where="" if len(found) == len(sample.lengths) else listed(sorted(found)),
+        where="" if throughout else listed(sorted(found)),
     )
 
 

@@ -30,10 +30,13 @@ PERIODS = (*range(2, 65), 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 81
 BLOCKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # parts that a whole sequence, or a response, is cut into
 PARTS = range(2, 17)
-# share of the chosen tokens, and of the places they stand at, that must be apart
+# share of the chosen tokens, and of the multiples they stand at, that must be apart
+_TOKENS = 0.6
 _MOST = 0.75
 # candidates that are looked at closely
 _CANDIDATES = 12
+# tokens that are searched, about
+_SEARCHED = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +54,31 @@ def multiples(sample: PairSample) -> Finding | None:
 
     All periods, residues, blocks and parts that were tried count in the chance.
     """
-    gaps = Gaps.of(sample)
-    if gaps is None:
+    whole = Gaps.of(sample)
+    if whole is None:
+        return None
+    # enough to find it
+    gaps = whole.only(whole.call % max(1, len(whole.d) // _SEARCHED) == 0)
+    if not len(gaps.d):
         return None
     scored = surprise(gaps.relative, gaps.call) - 1.0
     candidates = list(_candidates(gaps, sample, scored))
     tries = len(candidates)
-    best: tuple[float, _Candidate, Bools] | None = None
+    best: tuple[float, _Candidate] | None = None
     for candidate in sorted(candidates, key=lambda c: -c.z)[:_CANDIDATES]:
         chosen, place = _chosen(gaps, sample, candidate)
         if not _holds_everywhere(gaps, chosen, place, candidate.kind):
             continue
         log = log_set_chance(gaps, chosen) + math.log(tries)
         if log <= RAISED and (best is None or log < best[0]):
-            best = log, candidate, chosen
+            best = log, candidate
     if best is None:
         return None
-    log, candidate, chosen = best
-    here, rest = (float(np.abs(gaps.d[part]).mean()) for part in (chosen, ~chosen))
-    usual = float(np.median(gaps.relative[~chosen]))
-    high = int((gaps.relative[chosen] > ALLOWED * usual).sum())
+    log, candidate = best
+    chosen, _ = _chosen(whole, sample, candidate)
+    here, rest = (float(np.abs(whole.d[part]).mean()) for part in (chosen, ~chosen))
+    usual = float(np.median(whole.relative[~chosen]))
+    high = int((whole.relative[chosen] > ALLOWED * usual).sum())
     return Finding(
         test="multiples of a chunk or page",
         pair=sample.name,
@@ -82,7 +90,7 @@ def multiples(sample: PairSample) -> Finding | None:
             f"the best of {tries} periods, places, blocks and parts",
         ),
         false_alarm=chance(log),
-        explains=explained(gaps, chosen),
+        explains=explained(whole, chosen),
         tokens=int(chosen.sum()),
         mae=here,
         where=candidate.where,
@@ -167,4 +175,4 @@ def _holds_everywhere(gaps: Gaps, chosen: Bools, number: Ints, kind: str) -> boo
     apart = each[present] >= 0.5
     if kind == "blocks" and not (~chosen & (number > which.min()) & (number < which.max())).any():
         return False
-    return bool(high.mean() >= _MOST and len(present) >= 2 and apart.mean() >= _MOST)
+    return bool(high.mean() >= _TOKENS and len(present) >= 2 and apart.mean() >= _MOST)

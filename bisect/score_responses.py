@@ -27,9 +27,12 @@ _RATIO = 5.0
 # a property parts the responses when chance does so less often
 _PARTS = 1e-2
 # mean gaps (nat) of a response's first tokens, and of its later half, from which it looks scored in
-# another context, which tells most at the start; and the loss of rank correlation
+# another context; that tells most at the start, unless the two columns are hardly related at all
 _START, _LATER = 0.5, 0.1
 _FIRST = 8
+_FADES = 2.0
+_HARDLY = 0.6
+# loss of rank correlation
 _LOST = 0.02
 
 
@@ -59,30 +62,39 @@ def levels(gaps: Gaps) -> tuple[Ints, Array, Array]:
 def stand_apart(gaps: Gaps) -> Apart | None:
     """Split the responses into most that agree and some that don't, None where nothing parts them.
 
-    The chance is that of as many responses above the lowest of those apart, where logs of levels
-    are normal with the agreeing ones' deviation, or `_SPREAD` where those show less.
+    The chance counts all ways to choose those apart.
     """
     calls, level, mean = levels(gaps)
     if len(calls) < 4:
         return None
-    logs = np.log(level)
-    order = np.argsort(logs, kind="stable")
-    steps = np.diff(logs[order])
+    order = np.argsort(level, kind="stable")
+    steps = np.diff(np.log(level)[order])
     # at least half must agree, and two
     allowed = np.arange(len(steps)) + 1 >= max(2, len(calls) / 2)
-    steps = np.where(allowed, steps, -1.0)
-    kept = int(steps.argmax()) + 1
+    kept = int(np.where(allowed, steps, -1.0).argmax()) + 1
     low, high = order[:kept], order[kept:]
-    seen = float(((logs[low] - logs[low].mean()) ** 2).sum())
-    deviation = math.sqrt((seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR))
-    distance = float(logs[high].min() - logs[low].mean())
-    if distance < math.log(_RATIO) or mean[high].mean() < max(NATURAL, _RATIO * mean[low].mean()):
+    far = float(mean[high].mean())
+    if level[high].min() < _RATIO * np.exp(np.log(level[low]).mean()) or far < max(
+        NATURAL, _RATIO * float(mean[low].mean())
+    ):
         return None
-    z = distance / (deviation * math.sqrt(1.0 + 1.0 / len(low)))
-    log = len(high) * log_normal_tail(z) + log_choose(len(calls), len(high)) + math.log(len(calls))
     apart = np.zeros(len(calls), bool)
     apart[high] = True
+    log = log_apart(level, apart) + log_choose(len(calls), len(high)) + math.log(len(calls))
     return Apart(calls, apart, level, mean, min(0.0, log))
+
+
+def log_apart(level: Array, apart: NDArray[np.bool_]) -> float:
+    """Log of the chance that the responses ``apart``, [call], all have such ``level`` by chance.
+
+    Logs of levels are normal with the others' deviation, or `_SPREAD` where these show less.
+    """
+    logs = np.log(level)
+    low = logs[~apart]
+    seen = float(((low - low.mean()) ** 2).sum())
+    deviation = math.sqrt((seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR))
+    z = float(logs[apart].min() - low.mean()) / (deviation * math.sqrt(1.0 + 1.0 / len(low)))
+    return int(apart.sum()) * log_normal_tail(z)
 
 
 def some_responses(sample: PairSample) -> Finding | None:
@@ -140,7 +152,9 @@ def _is_wrong(scores: Scores) -> bool:
     sizes = np.abs(scores.first - scores.second)
     sizes = sizes[np.isfinite(sizes)]
     start, later = sizes[:_FIRST], sizes[len(sizes) // 2 :]
-    return float(start.mean()) >= _START and float(later.mean()) >= _LATER
+    if float(start.mean()) < _START or float(later.mean()) < _LATER:
+        return False
+    return float(start.mean()) >= _FADES * float(later.mean()) or relation(scores) < _HARDLY
 
 
 def _properties(sample: PairSample, split: Apart) -> list[tuple[str, float]]:
@@ -171,4 +185,9 @@ def _properties(sample: PairSample, split: Apart) -> list[tuple[str, float]]:
             found.append((f"{name} longer than {values[~apart].max()} tokens", p))
         elif values[apart].max() < values[~apart].min():
             found.append((f"{name} shorter than {values[~apart].min()} tokens", p))
+    for every in (2, 3, 4):
+        rest = set((split.calls[apart] % every).tolist())
+        if len(rest) == 1 and not rest & set((split.calls[~apart] % every).tolist()):
+            said = f"responses {rest.pop()} modulo {every}"
+            found.append((said, min(1.0, 9 * math.exp(-log_choose(len(apart), int(apart.sum()))))))
     return sorted(found, key=lambda item: item[1])

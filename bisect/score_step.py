@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from layerbisect.bisect.score_chance import log_normal_tail
 from layerbisect.bisect.score_gaps import (
+    ALLOWED,
     RAISED,
     Bools,
     Gaps,
     Ints,
+    by_call,
     chance,
     explained,
     inflation,
@@ -26,20 +28,30 @@ from layerbisect.bisect.score_sample import PairSample
 Array = NDArray[np.float64]
 Counted = Literal["response", "sequence", "end"]
 
-# how many times larger than before the gap must be at the step, beyond smooth growth
+# how many times larger the gap must get: in a response, and in all beyond smooth growth
+_LARGER = 1.5
 _STEP = 2.0
 # responses that have tokens on both sides, and share of them where the gap rises
 _RESPONSES = 4
 _MOST = 0.8
 # relative gap that is as good as none
 _NONE = 0.05
+# at so few places of a response, noise may differ as it does between any two places
+_FEW = 8
+# a place before the best start is taken in while its tokens are so many deviations higher, and
+# have that part of the whole rise
+_CLEARLY = 2.0
+_PART = 0.2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
+    """A start, the tokens from there on, and those from the likeliest start on, [token]."""
+
     counted: Counted
     start: int
     after: Bools
+    likeliest: Bools
     z: float
 
 
@@ -68,12 +80,16 @@ def from_position(sample: PairSample) -> Finding | None:
     if all(len(np.unique(lengths)) == 1 for lengths in (sample.lengths, sample.prompt_lengths)):
         # all three count the same
         tries //= len(places)
-    both, rising = _rises(gaps, step.after)
+    both, rising = _rises(gaps, step.likeliest)
     if both < _RESPONSES or rising < _MOST * both:
         return None
-    log, factor = _jump(gaps, places[step.counted], step.after)
-    # both must be unlikely: a rise of this size over smooth growth, and ranks as high as these
-    log = max(log, log_set_chance(gaps, step.after, _STEP)) + math.log(tries)
+    log, factor = _jump(gaps, places[step.counted], step.likeliest)
+    if factor < _STEP:
+        return None
+    # both must be unlikely: a step over smooth growth, and ranks as high as these
+    few = min(step.likeliest.sum(), (~step.likeliest).sum()) <= _FEW * len(by_call(gaps.call))
+    allowed = ALLOWED if few else 1.0
+    log = max(log, log_set_chance(gaps, step.likeliest, allowed)) + math.log(tries)
     if log > RAISED:
         return None
     here, before = (float(np.abs(gaps.d[part]).mean()) for part in (step.after, ~step.after))
@@ -119,28 +135,36 @@ def _best(scored: Array, counted: Counted, place: Ints) -> _Step | None:
     z = np.where(variance > 0, height / np.sqrt(np.maximum(variance, 1e-9)), -np.inf)
     starts = np.arange(len(z)) + int(place.min())
     z = np.where((number > 0) & (after < total), z, -np.inf)
-    at = int(z.argmax())
+    at = likeliest = int(z.argmax())
     if not z[at] > 0.0:
         return None
-    return _Step(counted, int(starts[at]), place >= starts[at], float(z[at]))
+    later = float(scored[values >= at].mean())
+    while at > 1 and number[at - 1] and number[: at - 1].any():
+        before = scored[values < at - 1]
+        rise = excess[at - 1] / number[at - 1] - before.mean()
+        if rise < max(
+            _CLEARLY * before.std() / math.sqrt(number[at - 1]), _PART * (later - before.mean())
+        ):
+            break
+        at -= 1
+    return _Step(counted, int(starts[at]), values >= at, values >= likeliest, float(z[likeliest]))
 
 
 def _rises(gaps: Gaps, after: Bools) -> tuple[int, int]:
     """How many calls have tokens before and after, and in how many of these the gap rises."""
     both = rising = 0
-    for call in np.unique(gaps.call[after]):
-        mine = gaps.call == call
-        before = gaps.relative[mine & ~after]
-        if len(before):
+    for part in by_call(gaps.call):
+        later, sizes = after[part], gaps.relative[part]
+        if later.any() and not later.all():
             both += 1
-            rising += bool(np.median(gaps.relative[mine & after]) > _STEP * np.median(before))
+            rising += bool(np.median(sizes[later]) > _LARGER * np.median(sizes[~later]))
     return both, rising
 
 
 def _jump(gaps: Gaps, place: Ints, after: Bools) -> tuple[float, float]:
     """Regress the log of the gap on the step, and on smooth growth, within responses.
 
-    Returns the log chance of as large a step where the true one is `_STEP`, and its factor.
+    Returns the log chance of as large a step where there is none, and its factor.
     """
     y = np.log(gaps.relative + _NONE)
     scale = max(1.0, float(np.abs(place).max()))
@@ -154,7 +178,7 @@ def _jump(gaps: Gaps, place: Ints, after: Bools) -> tuple[float, float]:
     free = max(1, len(y) - int(call.max()) - 1 - x.shape[1])
     variance = float(rest @ rest) / free * float(np.linalg.inv(gram)[0, 0])
     variance *= inflation(rest, np.ones(len(rest), bool), gaps.call) if len(rest) > 2 else 1.0
-    z = (fitted[0] - math.log(_STEP)) / math.sqrt(max(variance, 1e-12))
+    z = fitted[0] / math.sqrt(max(variance, 1e-12))
     return log_normal_tail(float(z)), math.exp(min(float(fitted[0]), 50.0))
 
 

@@ -132,8 +132,13 @@ def clean(scored: Scored, generator: np.random.Generator) -> PairSample:
         # less likely tokens are noisier, and some responses are
         noise = noise * (1.05 - np.exp(exact)) * generator.lognormal(0, 0.4, (calls, 1))
         noise *= np.exp(generator.uniform(np.log(0.004), np.log(0.05))) / np.abs(noise).mean()
-    if generator.random() < 0.5:
-        noise = noise * (1 + generator.uniform(0, 2) * np.arange(128) / 128)
+    growth, place = generator.integers(0, 4), np.arange(128.0)
+    if growth == 1:
+        noise = noise * (1 + generator.uniform(0, 2) * place / 128)
+    elif growth == 2:
+        noise = noise * (0.3 + 0.7 * (1 - np.exp(-place / generator.uniform(1, 40))))
+    elif growth == 3:
+        noise = noise * (1 + place) ** generator.uniform(0, 0.5)
     if generator.random() < 0.5:
         noise[:, 0] *= generator.choice([0.0, 0.5, 2.0])
     if generator.random() < 0.3:
