@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
-
 from layerbisect.bisect.weight_blocks import scale_fault
 from layerbisect.bisect.weight_holders import Holder
 from layerbisect.bisect.weight_numbers import (
     EXPLAINED,
     correlation,
     distance,
-    equal,
     fits,
     garbage,
     low_rank,
@@ -23,13 +20,20 @@ from layerbisect.bisect.weight_numbers import (
 from layerbisect.bisect.weight_orders import find_order, sketch
 from layerbisect.bisect.weight_packed import PackedOrders
 from layerbisect.bisect.weight_pairs import EMBED, HEAD, Pair, load_pair
-from layerbisect.bisect.weight_regions import Region, find_region
+from layerbisect.bisect.weight_regions import region_fault
 from layerbisect.bisect.weight_report import Finding, Kind
 from layerbisect.bisect.weight_swaps import Swaps
 
+STALE = "equal to the previous weights"
 UNCORRELATED = "uncorrelated with the other side"
+# the correlation of two versions of one tensor
+_ALIKE = 0.9
+# a constant that is nearer than this to the other side is where that one came from
+_INITIAL = 0.05
 # tensors nearer than this are neither swapped nor in another order
 _NEAR = 0.02
+# fewer values are fitted by anything
+_ENOUGH = 8
 # trained weights have a root mean square within these
 _PLAUSIBLE = (1e-6, 1e3)
 
@@ -99,6 +103,9 @@ class Classifier:
     def _not_loaded(self, pair: Pair) -> Finding | None:
         said = [garbage(pair.first), garbage(pair.second)]
         bad = [i for i, what in enumerate(said) if what is not None]
+        if pair.apart < _INITIAL or (len(bad) == 1 and pair.stale == bad[0]):
+            # norms that have moved a little from their initial ones
+            return None
         if len(bad) == 1:
             what = str(said[bad[0]])
             line = f"{pair.name} is {what} on {self._labels[bad[0]]}, and not on the other side"
@@ -127,7 +134,7 @@ class Classifier:
 
     def _scaled(self, pair: Pair) -> Finding | None:
         fit = min(fits(pair.first, pair.second), key=lambda fit: fit.left)
-        if fit.left > EXPLAINED:
+        if fit.left > EXPLAINED or pair.first.numel() < _ENOUGH:
             return None
         first, second = self._labels
         share = f"which explains {1 - fit.left**2:.1%} of the difference"
@@ -188,34 +195,21 @@ class Classifier:
         return None
 
     def _region(self, pair: Pair) -> Finding | None:
-        extents = []
-        for side, holder in enumerate(self._holders):
-            if holder.snapshot is not None:
-                parts = holder.snapshot.parts(pair.name)
-                extents.append((side, [(p.rank, p.header.extents) for p in parts]))
-        ranked = next((e for e in extents if len(e[1]) > 1), None)
-        found = find_region(pair.first, pair.second, ranked[1] if ranked else ())
+        if pair.first.ndim != 2:
+            return None
+        found = region_fault(pair, self._holders)
         if found is None:
             return None
-        evidence = [f"{pair.name}: all differences are in {found.where}"]
-        off = self._off(pair)
-        if found.rank is not None and ranked is not None:
-            off = ranked[0]
-            evidence.append(f"which is what rank {found.rank} of {self._labels[off]} holds")
-        for side, values in enumerate((pair.first, pair.second)):
-            inside = found.of(values)
-            said = garbage(inside)
-            if said is not None and garbage(found.of((pair.second, pair.first)[side])) is None:
-                off = side
-                evidence.append(f"they are {said} on {self._labels[side]}")
-            elif pair.stale is None and _previous_there(pair, inside, found):
-                off = side
-                evidence.append(f"there {self._labels[side]} has the previous weights")
-        if found.shard is not None:
-            how = f"shard {found.shard[0]} of {found.shard[1]}"
-            return self._finding(pair, "one shard", off, how, *evidence, where=found.where)
-        how = f"some {'columns' if found.dim else 'rows'}"
-        return self._finding(pair, "rows", off, how, *evidence, where=found.where)
+        region = found.region
+        if pair.stale is not None and correlation(*found.inside(pair)) > _ALIKE:
+            # an update that moved some rows alone, as of the tokens that were seen
+            return self._stale(pair)
+        off = self._off(pair) if found.off is None else found.off
+        if region.shard is not None:
+            how = f"shard {region.shard[0]} of {region.shard[1]}"
+            return self._finding(pair, "one shard", off, how, *found.evidence, where=region.where)
+        how = f"some {'columns' if region.dim else 'rows'}"
+        return self._finding(pair, "rows", off, how, *found.evidence, where=region.where)
 
     def _update(self, pair: Pair) -> Finding | None:
         """Compare what the two sides changed since the previous weights."""
@@ -256,7 +250,7 @@ class Classifier:
             pair,
             "stale",
             pair.stale,
-            "equal to the previous weights",
+            STALE,
             f"{self._labels[pair.stale]} equals the previous weights, and "
             f"{self._labels[1 - pair.stale]} does not",
         )
@@ -264,16 +258,12 @@ class Classifier:
     def _remaining(self, pair: Pair) -> Finding:
         alike = correlation(pair.first, pair.second)
         line = f"{pair.name}: relative difference {pair.apart:.3g}, correlation {alike:.3f}"
-        if alike > 0.9 and pair.apart < 0.3:
+        if pair.apart < (0.3 if alike > _ALIKE else _INITIAL):
             how = "a small difference everywhere"
             return self._finding(pair, "drift", self._off(pair), how, line)
         if abs(alike) < max(0.1, 4 / math.sqrt(pair.first.numel())) and pair.first.numel() >= 64:
             return self._finding(pair, "not loaded", self._off(pair), UNCORRELATED, line)
         return self._finding(pair, "different", self._off(pair), "in no known way", line)
-
-
-def _previous_there(pair: Pair, inside: torch.Tensor, found: Region) -> bool:
-    return pair.previous is not None and equal(inside, found.of(pair.previous))
 
 
 def _signed(offset: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.verdict import RuledOut, Status
 from layerbisect.bisect.weight_blocks import within_rounding
-from layerbisect.bisect.weight_classify import UNCORRELATED, Classifier
+from layerbisect.bisect.weight_classify import STALE, UNCORRELATED, Classifier
 from layerbisect.bisect.weight_digests import compare_digests, has_values, stored_alike
 from layerbisect.bisect.weight_holders import Holder, open_holder
 from layerbisect.bisect.weight_numbers import distance, equal, equal_but_for_dtype, garbage
@@ -157,6 +157,14 @@ class _Comparison:
                 found = Finding(name, "different", "unknown", "cannot be read", 0.0, 1.0)
                 self.findings.append(replace(found, evidence=(line,)))
             self.progress.advance(done + 1)
+        # an adapter leaves norms and embeddings: where these are stale as well, all is
+        late = {one.side for one in self.findings if one.kind == "stale"}
+        self.findings = [
+            replace(one, kind="stale", how=STALE)
+            if one.kind == "low rank" and one.side in late
+            else one
+            for one in self.findings
+        ]
 
     def _lone_head(self, only: Mapping[str, tuple[str, ...]]) -> None:
         """A head that one side alone has must be the embedding that the other ties it to."""
@@ -208,7 +216,8 @@ class _Comparison:
 
     def _report(self, common: int, only: Mapping[str, tuple[str, ...]]) -> WeightReport:
         a, b = self.holders
-        compared = common - sum(1 for n in self.not_compared if n in a and n in b)
+        unread = [name for name in self.not_compared if name in a and name in b]
+        compared = common - len(unread)
         problems = [p for holder in self.holders for p in holder.problems]
         reasons: list[str] = []
         status: Status = "agree"
@@ -217,9 +226,12 @@ class _Comparison:
         elif not compared:
             status = "inconclusive"
             reasons.append("no tensor could be compared: the sides have no names in common")
-        elif problems:
+        elif problems or unread:
             status = "inconclusive"
         reasons += problems
+        if unread:
+            why = self.not_compared[unread[0]]
+            reasons.append(f"{len(unread):,} tensors could not be compared: {unread[0]}: {why}")
         strange = sum(one.how == UNCORRELATED for one in self.findings)
         if strange > compared / 2:
             reasons.append(
@@ -228,6 +240,8 @@ class _Comparison:
             )
         if status == "agree":
             reasons.append(f"all {compared:,} tensors that could be compared are the same")
+            alone = {label: len(names) for label, names in only.items() if names}
+            reasons += [f"{n:,} tensors are on {label} alone" for label, n in alone.items()]
         coverage = WeightCoverage(
             tensors=compared,
             bytes=self.bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -91,13 +92,20 @@ def packing_that_cancels(difference: torch.Tensor, parts: Mapping[str, int]) -> 
     """
     whole = float(torch.linalg.vector_norm(difference))
     best: tuple[float, str] | None = None
-    for name, order in _known(len(difference), parts, "rows"):
-        cycles = _cycles(order)
+    for name, cycles in _packings(tuple(parts.items())):
         sums = torch.zeros_like(difference).index_add_(0, cycles, difference)
         left = float(torch.linalg.vector_norm(sums)) / whole if whole else 1.0
         if left < (best[0] if best else _CANCELS):
             best = (left, name)
     return None if best is None else best[1]
+
+
+@lru_cache(maxsize=8)
+def _packings(parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, torch.Tensor], ...]:
+    # every expert is packed alike
+    heights = dict(parts)
+    known = _known(sum(heights.values()), heights, "rows")
+    return tuple((name, _cycles(order)) for name, order in known)
 
 
 def _cycles(order: torch.Tensor) -> torch.Tensor:

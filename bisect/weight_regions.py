@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from layerbisect.bisect.weight_holders import Holder
+from layerbisect.bisect.weight_numbers import equal, garbage
+from layerbisect.bisect.weight_pairs import Pair
 from layerbisect.bisect.weight_report import ranges
 from layerbisect.captures.weight_format import Extent
 
@@ -40,6 +43,48 @@ class Region:
         return values.narrow(self.dim, self.start, self.stop - self.start)
 
 
+@dataclass(frozen=True, slots=True)
+class RegionFault:
+    """A region that holds all differences, the side (0, 1) that is off in it, and why."""
+
+    region: Region
+    off: int | None
+    evidence: tuple[str, ...]
+
+    def inside(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both sides' values in the region."""
+        return self.region.of(pair.first), self.region.of(pair.second)
+
+
+def region_fault(pair: Pair, holders: tuple[Holder, Holder]) -> RegionFault | None:
+    """Say in which lines of [out, in] a pair differs, and which side is off there."""
+    parts = [
+        [] if holder.snapshot is None else holder.snapshot.parts(pair.name) for holder in holders
+    ]
+    cut = next((side for side in (0, 1) if len(parts[side]) > 1), 0)
+    found = find_region(pair.first, pair.second, [(p.rank, p.header.extents) for p in parts[cut]])
+    if found is None:
+        return None
+    labels = [holder.label for holder in holders]
+    evidence = [f"{pair.name}: all differences are in {found.where}"]
+    off = None
+    if found.rank is not None:
+        # what the other side does not cut cannot end there by chance
+        off = cut
+        evidence.append(f"which is what rank {found.rank} of {labels[cut]} holds")
+    inside = found.of(pair.first), found.of(pair.second)
+    for side, values in enumerate(inside):
+        said = garbage(values)
+        if said is not None and garbage(inside[1 - side]) is None:
+            off = side
+            evidence.append(f"they are {said} on {labels[side]}")
+        elif pair.stale is None and pair.previous is not None:
+            if equal(values, found.of(pair.previous)):
+                off = side
+                evidence.append(f"there {labels[side]} has the previous weights")
+    return RegionFault(found, off, tuple(evidence))
+
+
 def find_region(
     first: torch.Tensor, second: torch.Tensor, extents: Sequence[tuple[int, Sequence[Extent]]]
 ) -> Region | None:
@@ -49,8 +94,8 @@ def find_region(
     """
     off = (first != second) & ~((first != first) & (second != second))
     found = []
-    for dim in range(min(off.ndim, 2)):
-        lines = off if off.ndim == 1 else off.any(1 - dim)
+    for dim in range(2):
+        lines = off.any(1 - dim)
         numbers = lines.nonzero().reshape(-1)
         if not len(numbers) or len(numbers) == len(lines):
             continue

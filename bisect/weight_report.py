@@ -60,6 +60,8 @@ KINDS: Mapping[Kind, str] = {
 """Every way in which a tensor can differ, and what it means."""
 
 _LAYER = re.compile(r"(.*layers\.)(\d+)(\..*)")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
@@ -185,22 +187,26 @@ class WeightReport:
 
 
 def described(names: Sequence[str]) -> str:
-    """Name tensors in short: ``layers 0-15 mlp.experts.*`` and those of no layer."""
-    layers: dict[tuple[str, ...], set[int]] = {}
-    by_layer: dict[int, set[str]] = {}
+    """Name tensors in short: ``layers 0-15 mlp.experts.0-7.*``, and those of no layer."""
+    by_layer: dict[int, dict[str, set[int]]] = {}
     others: set[str] = set()
     for name in names:
         found = _LAYER.fullmatch(name)
         if found is None:
             others.add(name.removesuffix(".weight"))
-        else:
-            part = _EXPERT.sub(r"\1*\3", found[3])
-            by_layer.setdefault(int(found[2]), set()).add(part.strip(".").removesuffix(".weight"))
-    for layer, parts in by_layer.items():
-        layers.setdefault(_short(parts), set()).add(layer)
+            continue
+        part = found[3].strip(".").removesuffix(".weight")
+        expert = _EXPERT.fullmatch(part)
+        parts = by_layer.setdefault(int(found[2]), {})
+        experts = parts.setdefault(_EXPERT.sub(r"\1*\3", part), set())
+        if expert is not None:
+            experts.add(int(expert[2]))
+    layers: dict[tuple[str, ...], list[int]] = {}
+    for layer, parts in sorted(by_layer.items()):
+        layers.setdefault(_short(parts), []).append(layer)
     said = [
-        f"layer{'s' if len(held) > 1 else ''} {ranges(sorted(held))} {', '.join(parts)}"
-        for parts, held in sorted(layers.items(), key=lambda item: min(item[1]))
+        f"layer{'s' if len(held) > 1 else ''} {ranges(held)} {', '.join(parts)}"
+        for parts, held in layers.items()
     ]
     return "; ".join([*_few(said, 4), *_few(sorted(others), 4)])
 
@@ -221,17 +227,17 @@ def _few(said: list[str], limit: int) -> list[str]:
     return said if rest <= 0 else [*said[:limit], f"{rest} more"]
 
 
-def _short(parts: set[str]) -> tuple[str, ...]:
+def _short(parts: Mapping[str, set[int]]) -> tuple[str, ...]:
     """Write all matrices of the experts, of attention or of an MLP as one."""
-    kept = set(parts)
-    for stem, members in (
-        ("mlp.experts.*", ("gate_proj", "up_proj", "down_proj")),
-        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    ):
+    kept = {
+        name.replace(".*.", f".{ranges(sorted(experts)).replace(' ', '')}.") if experts else name
+        for name, experts in parts.items()
+    }
+    for stem in sorted({name.rpartition(".")[0] for name in kept}):
+        members = _ATTENTION if stem.endswith("self_attn") else _MLP
         whole = {f"{stem}.{member}" for member in members}
         if whole <= kept:
-            kept = kept - whole | {stem if stem.endswith("*") else f"{stem}.*_proj"}
+            kept = kept - whole | {f"{stem}.*" if ".experts." in stem else f"{stem}.*_proj"}
     return tuple(_few(sorted(kept), 4))
 
 

@@ -101,6 +101,8 @@ def test_scales_of_another_block_shape_are_refused(tmp_path: Path) -> None:
     wrong = {**QUANTISED, "quantization_config": {"weight_block_size": [32, 32]}}
     report = compared(tmp_path, quantised(W), W, configs=(wrong, CONFIG))
     assert len(report.coverage.not_compared) == 48
+    # the others agree, and that is not enough
+    assert report.status == "inconclusive" and "48 tensors could not be" in report.reasons[0]
     assert "do not fit [64, 64] in blocks of [32, 32]" in report.coverage.not_compared[Q]
 
 
@@ -140,6 +142,44 @@ def test_each_way_to_differ_has_its_name(change: Any, kind: str, how: str, tmp_p
     group = only_group(report)
     assert (group.kind, group.names) == (kind, (Q,)) and how in group.how, group
     assert report.exit_code == 1
+
+
+def test_an_update_of_a_few_rows_is_an_update(tmp_path: Path) -> None:
+    seen = dict(W)
+    # an optimizer moves the embeddings of the tokens that it saw
+    each(seen, "embed_tokens.weight", lambda x: torch.cat([x[:20], x[20:50] * 1.01, x[50:]]))
+    group = only_group(compared(tmp_path, W, seen, previous=W))
+    assert (group.kind, group.side) == ("stale", "rollout")
+    assert only_group(compared(tmp_path / "b", W, seen)).kind == "rows"
+
+
+def test_norms_that_left_their_first_values_are_an_update(tmp_path: Path) -> None:
+    first, later = dict(W), dict(W)
+    each(first, "norm.weight", torch.ones_like)
+    each(later, "norm.weight", lambda x: torch.ones_like(x) + 0.0078 * (torch.rand(len(x)) > 0.5))
+    each(later, "norm.weight", lambda x: x.bfloat16())
+    assert {f.kind for f in compared(tmp_path, first, later).findings} == {"drift"}
+    report = compared(tmp_path / "b", first, later, previous=first)
+    assert {(f.kind, f.side) for f in report.findings} == {("stale", "rollout")}
+    # but a norm that is still as it was made is none that was trained
+    report = compared(tmp_path / "c", first, W)
+    assert {(f.kind, f.side) for f in report.findings} == {("not loaded", "rollout")}
+
+
+def test_an_update_of_low_rank_is_an_update_where_all_is_stale(tmp_path: Path) -> None:
+    later = dict(U)
+    for name in (n for n in W if n.endswith("q_proj.weight")):
+        later[name] = (W[name].float() + low_rank_delta(W[name], 1, 0.01)).bfloat16()
+    group = only_group(compared(tmp_path, W, later, previous=W))
+    assert (group.kind, group.side) == ("stale", "rollout")
+
+
+def test_stale_experts_are_numbered(tmp_path: Path) -> None:
+    late = dict(U)
+    for name in (n for n in W if ".experts.2." in n or ".experts.3." in n):
+        late[name] = W[name]
+    group = only_group(compared(tmp_path, late, U, previous=W))
+    assert (group.kind, group.what) == ("stale", "layers 0-2 mlp.experts.2-3.*")
 
 
 def test_exchanged_tensors_are_named(tmp_path: Path) -> None:
@@ -301,7 +341,7 @@ def test_digests_of_other_parts_are_not_compared(tmp_path: Path) -> None:
     report = compare(*sides)
     assert "both sides hold digests alone, of other parts" in report.coverage.not_compared[Q]
     vectors = [n for n in W if W[n].ndim == 1]
-    assert report.coverage.same == len(vectors)
+    assert report.coverage.same == len(vectors) and report.status == "inconclusive"
 
 
 def test_nothing_in_common_is_no_agreement(tmp_path: Path) -> None:
@@ -336,7 +376,7 @@ def test_a_live_module_agrees_with_its_checkpoint(small_moe_dir: Path, tmp_path:
     group = only_group(compare(small_moe_dir, save_weights(model, tmp_path / "t")))
     assert (group.kind, group.what) == (
         "scaled",
-        "layer 2 mlp.experts.*.gate_proj, mlp.experts.*.up_proj",
+        "layer 2 mlp.experts.5.gate_proj, mlp.experts.5.up_proj",
     )
     assert group.names[0] == "model.layers.2.mlp.experts.5.gate_proj.weight"
 
@@ -357,7 +397,7 @@ def test_the_json_is_the_contract_and_more(tmp_path: Path) -> None:
 
 def test_tensors_are_named_in_short() -> None:
     names = [n for n in W if ".experts." in n or n == "lm_head.weight"]
-    assert described(names) == "layers 0-2 mlp.experts.*; lm_head"
+    assert described(names) == "layers 0-2 mlp.experts.0-3.*; lm_head"
     assert described([Q]) == "layer 1 self_attn.q_proj"
 
 
@@ -378,7 +418,4 @@ def test_an_update_is_drift_and_nothing_else(
     seed: int, size: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     report = compared(tmp_path_factory.mktemp("drift"), W, updated(W, seed, size))
-    kinds = {f.kind for f in report.findings if W[f.name].numel() > 64}
-    assert kinds == {"drift"}
-    # small vectors may move in some places alone
-    assert {f.kind for f in report.findings} <= {"drift", "rows", "one shard"}
+    assert {f.kind for f in report.findings} == {"drift"}
