@@ -9,7 +9,7 @@ from layerbisect.bisect.score_grid import filled
 from layerbisect.bisect.score_offset import constant_offset
 from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
-from layerbisect.bisect.score_scale import factor, scaled
+from layerbisect.bisect.score_scale import LONE, alone, factor, in_proportion, scaled
 from layerbisect.bisect.score_tokens import (
     Tokens,
     chance_of_signs,
@@ -17,6 +17,7 @@ from layerbisect.bisect.score_tokens import (
     mae,
     spread_of_sum,
     t_tail,
+    together,
 )
 
 Array = NDArray[np.float64]
@@ -26,6 +27,9 @@ RAISED = 20
 
 AGAINST = 0.03
 """Share of clear differences that may have the other sign: noise of unlikely tokens."""
+
+LEAST = 0.01
+"""Mean difference (nat) of repeated tokens from which on a penalty is looked for."""
 
 EVEN = 0.1
 """Difference of mean ranks, within -1 to 1, that other causes may make."""
@@ -43,8 +47,6 @@ def renormalised(sample: PairSample) -> Finding | None:
     tokens = Tokens.of(sample)
     if tokens is None or factor(tokens) is not None or scaled(tokens) is not None:
         return None
-    if constant_offset(sample) is not None or filled(sample) is not None:
-        return None
     sign = 1.0 if tokens.difference.mean() > 0 else -1.0
     names = (sample.first_name, sample.second_name)
     raised, raw = names if sign > 0 else names[::-1]
@@ -53,7 +55,7 @@ def renormalised(sample: PairSample) -> Finding | None:
     up, down = gain[gain > 0], -gain[gain < 0]
     # what is lowered is noise: little in sum, and none of it as large as what is raised
     noise = float(np.quantile(down, 0.9)) if len(down) >= 10 else 0.0
-    if down.sum() > 0.1 * up.sum() or noise > max(0.02, 0.15 * float(up.mean())):
+    if down.sum() > 0.1 * up.sum() or noise > max(0.05, 0.15 * float(up.mean())):
         return None
     clear = max(0.01, 2 * noise)
     over, under = int((gain > clear).sum()), int((gain < -clear).sum())
@@ -61,15 +63,17 @@ def renormalised(sample: PairSample) -> Finding | None:
         return None
     largest = float(np.quantile(gain, 0.99))
     # a constant leaves no token alone, and a renormalised score cannot pass 0
-    alone = float((gain < largest / 4).mean())
-    if alone < 0.03 or (high > 1e-3).mean() > 0.001:
+    little = float((gain < largest / 4).mean())
+    if little < 0.03 or (high > 1e-3).mean() > 0.001:
         return None
     # where top-p or min-p leave one token alone its score is 0
-    whole = (high > -1e-6) & (gain > clear)
+    whole = alone(tokens)
     bound = float(np.quantile(gain, 0.9))
     piled = float((gain[gain > clear] > 0.6 * bound).mean())
-    nucleus = int(whole.sum()) >= 3
-    if not nucleus and not _grows(tokens, gain):
+    nucleus = int(whole.sum()) >= LONE
+    if in_proportion(tokens) is not None or not together(tokens):
+        return None
+    if constant_offset(sample) is not None or filled(sample) is not None:
         return None
     part = np.abs(gain) > clear
     chance = chance_of_signs(np.sign(gain[part]), tokens.where(part))
@@ -88,7 +92,7 @@ def renormalised(sample: PairSample) -> Finding | None:
         evidence=(
             f"{raised} is above {raw} by more than {clear:.3f} nat on {over} tokens and below by "
             f"as much on {under}",
-            f"{alone:.0%} of the tokens are raised by less than a quarter of {largest:.4f} nat",
+            f"{little:.0%} of the tokens are raised by less than a quarter of {largest:.4f} nat",
             f"{int(whole.sum())} raised scores are exactly 0, {piled:.0%} of the raised ones are "
             f"above 0.6 of {bound:.4f} nat",
         ),
@@ -98,22 +102,6 @@ def renormalised(sample: PairSample) -> Finding | None:
         mae=mae(gain[gain > clear]),
         where=f"tokens that {raised} raises",
     )
-
-
-def _grows(tokens: Tokens, gain: Array) -> bool:
-    """Say whether the gain grows with the entropy faster than in proportion to it.
-
-    In proportion to the entropy grows the difference of a log-prob over T and one of logits over
-    T; what filters take from a nearly sure context is far less. Without entropies nothing tells.
-    """
-    entropy = tokens.entropy
-    if not np.isfinite(entropy).all():
-        return True
-    some = entropy > 0.05
-    if some.sum() < RAISED:
-        return True
-    rate = float(np.median(gain[some] / entropy[some]))
-    return mae(gain - rate * entropy) > 0.25 * mae(gain)
 
 
 def _by_context(tokens: Tokens, gain: Array) -> Array:
@@ -136,32 +124,35 @@ def penalty(sample: PairSample) -> Finding | None:
     if seen.sum() < RAISED or (~seen).sum() < RAISED:
         return None
     difference = tokens.difference
+    limit = float(np.quantile(np.abs(difference), 0.99))
+    held = np.clip(difference, -limit, limit)
+    sign = 1.0 if held[seen].mean() > held[~seen].mean() else -1.0
+    names = (sample.first_name, sample.second_name)
+    penalised, raw = names if sign < 0 else names[::-1]
+    level = {flag: sign * float(held[seen == flag].mean()) for flag in (True, False)}
+    down = float((sign * difference[seen] > 0).mean())
+    if level[True] < LEAST or level[False] > 0 or down < 0.7 or not together(tokens):
+        return None
     # ranks: a penalty moves tokens by very different amounts
     ranks = np.argsort(np.argsort(difference, kind="stable"), kind="stable")
     gap, chance = _contrast(tokens, 2 * ranks / len(ranks) - 1, seen, tokens.mean)
-    sign = -1.0 if gap < 0 else 1.0
-    names = (sample.first_name, sample.second_name)
-    penalised, raw = names if sign < 0 else names[::-1]
-    level = {flag: float(np.median(difference[seen == flag])) for flag in (True, False)}
-    down = float((sign * difference[seen] > 0).mean())
-    after = difference - np.where(seen, level[True], level[False])
-    raised = -sign * float(difference[~seen].mean())
-    if chance > 1e-3 or abs(level[True]) < 0.01 or down < 0.7 or raised < 0:
+    if chance > 1e-3 or gap * sign < 0:
         return None
+    usual = np.where(seen, *(np.median(difference[seen == flag]) for flag in (True, False)))
     return Finding(
         test="penalty on seen tokens",
         pair=sample.name,
         side=None,
         summary=f"{penalised} is lower than {raw} on tokens that the response already holds, by "
-        f"{abs(level[True]):.3f} nat in the median, and not on others "
-        f"({-sign * level[False]:+.3f}): as a repetition penalty does",
+        f"{level[True]:.3f} nat in the mean, and higher on others, by {-level[False]:.3f}: as a "
+        "repetition penalty does",
         evidence=(
             f"{down:.0%} of {int(seen.sum())} repeated tokens are lower in {penalised}",
             f"among tokens of one score, repeated ones stand {abs(gap) / 2:.0%} of the ranks "
             "apart from new ones",
         ),
         false_alarm=chance,
-        explains=explained(difference, after),
+        explains=explained(difference, difference - usual),
         tokens=int(seen.sum()),
         mae=mae(difference[seen]),
         where="tokens seen before in their response",

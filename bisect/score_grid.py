@@ -19,7 +19,7 @@ OFF_GRID = 0.5
 APART = 0.05
 """A fill value stands so far (nat) from the other column's score, and clear of the noise."""
 
-HIT = {0.0: 2.0**-20}
+ZERO = 2.0**-20
 """Chance that a computed score is exactly 0 where the other column's is not near it: float32
 log-probs there are multiples of 2^-20 or so."""
 
@@ -109,19 +109,23 @@ def _filled(
     value = 0.0 if zero else float(values[counts.argmax()])
     equal = scores == value
     kept = equal & away
-    hits = int(kept.sum())
+    # the same tokens after the same prompt have equal scores on both sides: they count once
+    hits = len(np.unique(np.round(other[kept], 2)))
     # scores on a coarse grid meet often, but then near to the other column's
     if hits < 2 or (not zero and hits < 0.5 * int(equal.sum())):
         return None
-    apart = np.abs(scores - other)
-    usual = float(np.quantile(apart[~kept], 0.99)) if (~kept).any() else 0.0
-    if zero and float(other[kept].min()) > -1.0 and hits < len(tokens):
-        # filters leave zeros too, where a token keeps all of the mass: bounded, unlike a fill
+    where, said = _place(tokens, equal)
+    # filters leave zeros too, where one token keeps all of the mass, but never far from 0
+    if zero and not where and float(other[kept].min()) > -1.0:
         return None
-    if float(np.median(apart[kept])) <= 2 * usual and float(np.median(apart[~kept])) > 0:
-        if hits < 0.02 * len(tokens):
-            return None
-    rate = HIT.get(value, MEET)
+    apart = np.abs(scores - other)
+    rest = apart[~kept] if not kept.all() else np.zeros(1)
+    usual = float(np.quantile(rest, 0.99))
+    # what another value repeats by chance, as it does on a coarse grid, this one may as well
+    common = int(counts[values != value].max(initial=0)) / len(tokens)
+    if not zero and hits < 4 * common * len(tokens):
+        return None
+    rate = ZERO if zero else max(MEET, common)
     tries = 2 if zero else 2 * len(tokens)
     wanted = hits if zero else hits - 1
     logs = math.lgamma(len(tokens) + 1) - math.lgamma(wanted + 1)
@@ -129,12 +133,11 @@ def _filled(
     chance = min(1.0, tries * math.exp(min(logs, 0.0)))
     if chance > 1e-3:
         return None
-    where, said = _place(tokens, equal)
     return Finding(
         test="padding filled with zeros" if value == 0 else "padding filled with a value",
         pair=sample.name,
         side=letter(column),
-        summary=f"{column} is exactly {value:g} on {hits} tokens where "
+        summary=f"{column} is exactly {value:g} on {int(kept.sum())} tokens where "
         f"{sample.second_name if column == sample.first_name else sample.first_name} is "
         f"{np.median(other[kept]):.3f} in the median" + (f": {where}" if where else ""),
         evidence=(
@@ -144,7 +147,7 @@ def _filled(
         ),
         false_alarm=chance,
         explains=explained(tokens.difference, np.where(kept, 0.0, tokens.difference)),
-        tokens=hits,
+        tokens=int(kept.sum()),
         mae=mae(tokens.difference[kept]),
         where=where or f"scores of exactly {value:g}",
     )

@@ -32,6 +32,10 @@ def constant_offset(sample: PairSample) -> Finding | None:
     if tokens is None:
         return None
     difference, weight = tokens.difference, _weight(tokens)
+    tail = tokens.index >= np.quantile(tokens.index, 0.75)
+    usual = [weighted_median(difference[on], weight[on]) for on in (tail | True, tail)]
+    if max(map(abs, usual)) < LEAST:
+        return None
     start, offset = _step(difference, tokens.index, weight)
     if abs(offset) < LEAST:
         return None
@@ -85,7 +89,7 @@ def _weight(tokens: Tokens) -> Array:
 def _step(difference: Array, index: NDArray[np.int64], weight: Array) -> tuple[int, float]:
     """The position from which on a constant explains most, and the constant: least absolute rest.
 
-    Position 0 unless most of what stands before another one is nearer to 0 than to the constant.
+    Position 0 unless what stands before another one is clearly nearer to 0 than to the constant.
     """
     best = (np.inf, 0, 0.0)
     for share in (0.0, 0.25, 0.5, 0.75):
@@ -98,8 +102,8 @@ def _step(difference: Array, index: NDArray[np.int64], weight: Array) -> tuple[i
         rest = float((weight * np.abs(difference - offset * (index >= start))).sum())
         best = min(best, (rest, start, offset))
     _, start, offset = best
-    before = np.abs(difference[index < start])
-    if start and np.mean(before < abs(offset) / 2) < 0.8:
+    before, heavy = difference[index < start], weight[index < start]
+    if start and (heavy * np.abs(before)).sum() > 0.6 * (heavy * np.abs(before - offset)).sum():
         start, offset = 0, weighted_median(difference, weight)
     return start, offset
 

@@ -11,6 +11,7 @@ from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
 from layerbisect.bisect.score_tokens import (
     Array,
+    Flags,
     Tokens,
     chance_of_mean,
     explained,
@@ -26,6 +27,9 @@ REMAINS = 0.25
 POSITIVE = 1e-3
 """No log-prob is above 0; what rounding adds is far below this (nat)."""
 
+LONE = 3
+"""So many tokens of probability 1 are no accident."""
+
 DRIFT = 0.005
 """Relative difference of two engines' scores that rounding may give as a trend."""
 
@@ -37,7 +41,7 @@ def divided(sample: PairSample) -> Finding | None:
         return None
     found = factor(tokens)
     if found is None:
-        return None
+        return _divided_beside_scaled(sample, tokens)
     ratio, chance = found
     names = (sample.first_name, sample.second_name)
     # below 1 is what a temperature mostly is: the larger scores are the divided ones
@@ -62,6 +66,57 @@ def divided(sample: PairSample) -> Finding | None:
     )
 
 
+def _divided_beside_scaled(sample: PairSample, tokens: Tokens) -> Finding | None:
+    """A log-prob over T beside the one of logits over T: apart by the normalizer, so by context.
+
+    With q the distribution at T the difference is -(1/T - 1) H_T(q), H_T the Renyi entropy of
+    order T, near the entropy for T near 1.
+    """
+    found = in_proportion(tokens)
+    if found is None:
+        return None
+    rate, chance = found
+    lower, higher = sample.first_name, sample.second_name
+    if rate > 0:
+        # a temperature above 1, if not the other way round
+        lower, higher = (lower, higher) if sample.entropy_of == higher else (higher, lower)
+    temperature = 1 / (1 - rate) if lower == sample.first_name else 1 / (1 + rate)
+    rest = tokens.difference - rate * tokens.entropy
+    return Finding(
+        test="log-probs divided by T",
+        pair=sample.name,
+        side=None,
+        summary=f"{lower} is a log-prob divided by about {temperature:.2f}, where {higher} is of "
+        "logits divided by as much: a temperature after the softmax misses the normalizer",
+        evidence=(
+            f"the difference is {rate:+.4f} times the entropy of {sample.entropy_of}, whatever the "
+            "token's score",
+            f"with that taken out {mae(tokens.difference):.6f} nat become {mae(rest):.6f}",
+        ),
+        false_alarm=chance,
+        explains=explained(tokens.difference, rest),
+        tokens=len(tokens),
+        mae=mae(tokens.difference),
+    )
+
+
+def in_proportion(tokens: Tokens) -> tuple[float, float] | None:
+    """Difference over entropy where that ratio makes the gap, and its chance; None elsewhere."""
+    entropy = tokens.entropy
+    if not np.isfinite(entropy).all() or not (entropy > 0.05).any():
+        return None
+    weight = np.maximum(entropy, 0.0)
+    ratio = tokens.difference / np.maximum(entropy, 1e-12)
+    rate = weighted_median(ratio, weight)
+    left = mae(tokens.difference - rate * entropy)
+    most = min(mae(tokens.difference), 2 * _deviation(tokens.difference))
+    if abs(rate) < 4 * DRIFT or left > REMAINS * most or alone(tokens).sum() >= LONE:
+        return None
+    spread = 5 * weighted_median(np.abs(ratio - rate), weight)
+    held = np.clip(ratio, rate - spread, rate + spread)
+    return rate, chance_of_mean(held, tokens, DRIFT, weight)
+
+
 def factor(tokens: Tokens) -> tuple[float, float] | None:
     """First over second where one factor makes the gap, and its chance; None elsewhere.
 
@@ -73,13 +128,30 @@ def factor(tokens: Tokens) -> tuple[float, float] | None:
         return None
     ratio = (1 + middle) / (1 - middle)
     rest = _rest(tokens, ratio)
-    if abs(math.log(ratio)) < 4 * DRIFT or mae(rest) > REMAINS * mae(tokens.difference):
+    # unrelated scores of other sizes have a ratio, too, but don't follow each other
+    following = min(_deviation(tokens.first), ratio * _deviation(tokens.second))
+    most = min(mae(tokens.difference), following)
+    if abs(math.log(ratio)) < 4 * DRIFT or mae(rest) > REMAINS * most:
         return None
-    if mae(rest) >= mae(tokens.difference - float(np.median(tokens.difference))):
+    if mae(rest) >= _deviation(tokens.difference):
         return None
     spread = 5 * float(np.median(np.abs(share - middle)))
     held = np.clip(share, middle - spread, middle + spread)
     return ratio, chance_of_mean(held, tokens, DRIFT / 2)
+
+
+def alone(tokens: Tokens) -> Flags:
+    """Tokens of probability 1 in one column and clearly less in the other, bool [token].
+
+    A filter that leaves one token alone makes them, and fill of zeros does; a factor doesn't.
+    """
+    high, low = np.maximum(tokens.first, tokens.second), np.minimum(tokens.first, tokens.second)
+    return (high > -1e-6) & (low < -0.03)
+
+
+def _deviation(values: Array) -> float:
+    """Mean absolute deviation from the median."""
+    return mae(values - float(np.median(values)))
 
 
 def _rest(tokens: Tokens, ratio: float) -> Array:

@@ -48,7 +48,7 @@ def one_sided(sample: PairSample) -> Finding | None:
     if share < 0.75:
         return None
     chance = chance_of_mean(signs, kept, 0.2)
-    if chance > 1e-3:
+    if chance > 1e-6:
         return None
     higher = sample.first_name if sign > 0 else sample.second_name
     other = sample.second_name if sign > 0 else sample.first_name

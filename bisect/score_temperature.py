@@ -16,21 +16,28 @@ from numpy.typing import NDArray
 from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
 from layerbisect.bisect.score_scale import factor, scaled
-from layerbisect.bisect.score_tokens import Tokens, explained, mae, spread_of_sum, t_tail
+from layerbisect.bisect.score_tokens import Tokens, explained, mae, spread_of_sum, t_tail, together
 
 Array = NDArray[np.float64]
 
 LEAST = 0.02
 """Slope below which two sound engines may differ: noise that grows for unlikely tokens bends."""
 
+STEEPEST = 1.2
+"""Slope on the mean score that a temperature of 1/4 gives; nobody trains on colder samples."""
+
 FITS = 0.4
 """Share of the squared difference (of typical tokens) that a temperature has to explain."""
 
-DOUBTFUL = 1e-3
-"""Chance given where the entropy is unknown and less than SURE is explained: other changes of a
-model sharpen its scores too, but not so evenly."""
+SURE = {True: 0.75, False: 0.55}
+"""Share of the absolute gap that a temperature takes away, with entropies and without."""
 
-SURE = 0.6
+NOISE = 0.06
+"""Mean absolute rest (nat) that is noise and says nothing against a temperature."""
+
+DOUBTFUL = 1e-3
+"""Chance given where more than noise is left: an update of the weights can sharpen scores too, and
+changes them in other ways as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +46,6 @@ class _Fit:
     chance: float
     share: float
     fitted: Array
-    level: float
 
 
 def temperature(sample: PairSample) -> Finding | None:
@@ -50,8 +56,11 @@ def temperature(sample: PairSample) -> Finding | None:
     entropy = tokens.entropy
     known = bool(np.isfinite(entropy).all())
     fit = _by_entropy(tokens) if known else _by_score(tokens)
-    if fit is None or fit.share < FITS:
+    if fit is None or fit.share < FITS or abs(fit.slope) > STEEPEST or not together(tokens):
         return None
+    rest = tokens.difference - fit.fitted
+    gone = explained(tokens.difference, rest)
+    whole = gone > SURE[known] or mae(rest) < NOISE
     # the slope is on the mean of both columns: s = 2 (b - 1) / (b + 1)
     sharper = (2 + fit.slope) / (2 - fit.slope)
     one, other = sample.first_name, sample.second_name
@@ -67,14 +76,15 @@ def temperature(sample: PairSample) -> Finding | None:
         evidence=(
             f"the difference changes by {fit.slope:+.4f} nat for each nat of log-prob"
             + (" among contexts of one entropy" if known else ""),
-            f"a temperature explains {fit.share:.0%} of the squared difference",
+            f"a temperature explains {fit.share:.0%} of the squared difference, and leaves "
+            f"{mae(rest):.6f} of {mae(tokens.difference):.6f} nat",
             f"the entropy of {sample.entropy_of} was known"
             if known
-            else "no entropy was recorded: the temperature is an estimate, and any change that "
-            "sharpens the distribution looks alike",
+            else "no entropy was recorded, so that the temperature is an estimate",
+            "a gain on all logits, as of the final norm or the head, does the same",
         ),
-        false_alarm=fit.chance,
-        explains=explained(tokens.difference, tokens.difference - fit.fitted),
+        false_alarm=fit.chance if whole else max(fit.chance, DOUBTFUL),
+        explains=gone,
         tokens=len(tokens),
         mae=mae(tokens.difference),
     )
@@ -123,8 +133,7 @@ def _by_score(tokens: Tokens) -> _Fit | None:
         ratio = tokens.difference[least] / score[least]
         bound = float(np.quantile(ratio * np.sign(fit.slope), 0.9)) * np.sign(fit.slope)
     slope = max(fit.slope, bound, key=abs)
-    chance = fit.chance if fit.share > SURE else max(fit.chance, DOUBTFUL)
-    return _Fit(slope, chance, fit.share, fitted, fit.level)
+    return _Fit(slope, fit.chance, fit.share, fitted)
 
 
 def _regress(tokens: Tokens, others: list[Array], part: NDArray[np.bool_]) -> _Fit | None:
@@ -138,11 +147,15 @@ def _regress(tokens: Tokens, others: list[Array], part: NDArray[np.bool_]) -> _F
     columns = np.stack([score, *(other[part] for other in others)], 1)
     columns = columns[:, np.abs(columns).max(0) > 0]
     base = 1 / (0.05 + 1 - np.exp(np.minimum(score, 0))) ** 2
-    weight = base
+    weight, found = base, np.full(columns.shape[1], np.inf)
     for _ in range(8):
         scaled = columns * weight[:, None]
-        found = np.linalg.lstsq(scaled.T @ columns, scaled.T @ difference, rcond=1e-10)[0]
+        last, found = found, np.linalg.lstsq(
+            scaled.T @ columns, scaled.T @ difference, rcond=1e-10
+        )[0]
         rest = difference - columns @ found
+        if abs(found[0] - last[0]) < 1e-4:
+            break
         size = np.abs(rest) * np.sqrt(base)
         limit = 2.5 * max(float(np.median(size)) / 0.6745, 1e-12)
         weight = base * np.minimum(1.0, limit / np.maximum(size, 1e-300))
@@ -163,4 +176,4 @@ def _regress(tokens: Tokens, others: list[Array], part: NDArray[np.bool_]) -> _F
     whole = np.stack([tokens.mean, *others], 1)
     fitted = whole @ found if whole.shape[1] == len(found) else whole[:, :1] @ found[:1]
     share = 1 - float((weight * rest**2).sum() / max((weight * difference**2).sum(), 1e-300))
-    return _Fit(slope, chance, share, fitted, float(np.median(np.abs(rest))))
+    return _Fit(slope, chance, share, fitted)

@@ -27,6 +27,9 @@ ENOUGH = 6
 CORRELATED = 1.5
 """Spread of responses over that of independent runs from which on responses are what counts."""
 
+FOLLOWS = 0.85
+"""Correlation of both columns below which they are scores of other tokens, or of other weights."""
+
 FEWEST = 32
 """Tokens below which no shape is looked for."""
 
@@ -119,6 +122,12 @@ def relative(tokens: Tokens) -> tuple[Array, Array]:
     """
     size = np.maximum(np.abs(tokens.first) + np.abs(tokens.second), 1e-12)
     return -tokens.difference / size, size
+
+
+def together(tokens: Tokens) -> bool:
+    """Say whether both columns are scores of the same tokens at all, by their correlation."""
+    held = np.maximum(np.stack([tokens.first, tokens.second]), -30.0)
+    return bool(held.std(1).min() > 0 and np.corrcoef(held)[0, 1] > FOLLOWS)
 
 
 def spread_of_sum(parts: Array, tokens: Tokens) -> tuple[float, float]:
