@@ -95,8 +95,9 @@ def shapes(
     findings: Sequence[Finding],
     letter: Letter | None,
     tolerance: float,
+    floors: Mapping[str, float],
 ) -> tuple[Shape, ...]:
-    """Pick what convicts: for each column one shape, of tokens beyond the tolerance.
+    """Pick what convicts: for each column one shape, of tokens beyond tolerance and repeats.
 
     One that says what was done to the scores comes before one that says where they are apart.
 
@@ -104,11 +105,14 @@ def shapes(
         findings: what was found in each of the gaps.
         letter: the column that differs from both others, if one does.
         tolerance: mean difference (nat) that matters, on the tokens that a shape touches.
+        floors: what repeats of a pair's columns differ by (nat).
     """
     heavy = [
         f
         for f in findings
-        if f.false_alarm <= CHANCE and f.mae > tolerance and f.test not in SPREAD
+        if f.false_alarm <= CHANCE
+        and f.mae > max(tolerance, CLEAR * floors.get(f.pair, 0.0))
+        and f.test not in SPREAD
     ]
     chosen: dict[Letter | None, Finding] = {}
     for finding in heavy:
