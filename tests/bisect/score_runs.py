@@ -210,6 +210,7 @@ class Case:
             that can be said is which computation it is.
         where: a pattern that the convicting finding's place must match, or "".
         refused: the sentence that refuses the record, as a pattern, or "".
+        faint: the shape may drown in the rest of what the fault does; nothing else may be said.
         weights: the weights are wrong; the scoring is right, and must not be blamed.
         tolerance: what the records are judged with (nat).
     """
@@ -220,6 +221,7 @@ class Case:
     shapes: tuple[str, ...] = ()
     where: str = ""
     refused: str = ""
+    faint: bool = False
     weights: bool = False
     tolerance: float = 0.01
 
