@@ -36,6 +36,9 @@ _RESPONSES = 4
 _MOST = 0.8
 # relative gap that is as good as none
 _NONE = 0.05
+# starts that part nearly as well are told apart by so many places on each side
+_CLOSE = 0.9
+_AROUND = 5
 # at so few places of a response, noise may differ as it does between any two places
 _FEW = 8
 # a place before the best start is taken in while its tokens are so many deviations higher, and
@@ -74,8 +77,13 @@ def from_position(sample: PairSample) -> Finding | None:
     steps = [step for step in found if step is not None]
     if not steps:
         return None
-    # where several count the same tokens, the simplest stays
-    step = max(steps, key=lambda s: s.z)
+    # where several count the same tokens, the first stays
+    highest = max(s.z for s in steps)
+    close = [s for s in steps if s.z >= _CLOSE * highest]
+    step = max(close, key=lambda s: _contrast(scored, places[s.counted], s.start))
+    like = dict.fromkeys(
+        _where(sample, s) for s in close if not np.array_equal(s.after, step.after)
+    )
     tries = sum(len(np.unique(place)) for place in places.values())
     if all(len(np.unique(lengths)) == 1 for lengths in (sample.lengths, sample.prompt_lengths)):
         # all three count the same
@@ -104,6 +112,7 @@ def from_position(sample: PairSample) -> Finding | None:
             f"the gap rises there in {rising} of the {both} responses that have both sides",
             f"the best of {tries} places, counted in the response, in the sequence and from the "
             "end",
+            *(f"almost as likely: {other}" for other in like),
         ),
         false_alarm=chance(log),
         explains=explained(gaps, step.after),
@@ -148,6 +157,14 @@ def _best(scored: Array, counted: Counted, place: Ints) -> _Step | None:
             break
         at -= 1
     return _Step(counted, int(starts[at]), values >= at, values >= likeliest, float(z[likeliest]))
+
+
+def _contrast(scored: Array, place: Ints, start: int) -> float:
+    """How much higher ``scored``, [token], is just after a start than before, in deviations."""
+    sides = [scored[(place >= a) & (place < a + _AROUND)] for a in (start - _AROUND, start)]
+    if not all(len(side) for side in sides):
+        return -math.inf
+    return float(sides[1].mean() - sides[0].mean()) / math.sqrt(sum(1 / len(s) for s in sides))
 
 
 def _rises(gaps: Gaps, after: Bools) -> tuple[int, int]:

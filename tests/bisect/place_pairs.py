@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +153,59 @@ def clean(scored: Scored, generator: np.random.Generator) -> PairSample:
     )
 
 
-def with_first(sample: PairSample, first: Array) -> PairSample:
-    """The pair with other scores on the first side."""
-    return replace(sample, first=first)
+def awkward(kind: str, scored: Scored, generator: np.random.Generator) -> PairSample:
+    """Draw a pair without a fault whose noise looks like one of a place, of some `AWKWARD` kind."""
+    calls = int(generator.integers(8, 33))
+    exact = scored.exact[generator.integers(0, len(scored.exact), calls)]
+    place = np.arange(128)
+    certain = -generator.exponential(1e-3, exact.shape)
+    cut = int(generator.integers(30, 100))
+    if kind == "a template":
+        period = int(generator.integers(3, 20))
+        exact = np.where(place % period == cut % period, exact - 0.5, certain)
+    elif kind in ("certain early", "certain late"):
+        exact = np.where((place < cut) == (kind == "certain early"), certain, exact)
+    elif kind == "repeating":
+        exact = np.tile(exact[:, :7], 19)[:, :128]
+    noise = generator.standard_t(3, exact.shape) * (1.0001 - np.exp(exact))
+    if kind == "sparse":
+        noise *= generator.random(exact.shape) < 0.03
+    elif kind == "bursts":
+        noise *= np.exp(np.cumsum(generator.normal(0, 0.35, exact.shape), axis=1))
+        noise /= np.abs(noise).mean(1, keepdims=True)
+    elif kind == "responses":
+        noise *= generator.lognormal(0, 0.8, (calls, 1))
+    elif kind == "equal until anywhere":
+        noise *= place >= generator.integers(0, 128, calls)[:, None]
+    elif kind == "outliers":
+        noise = noise * 0.3 + (generator.random(exact.shape) < 0.02) * generator.normal(
+            0, 10, exact.shape
+        )
+    elif kind == "first and last":
+        noise[:, 0] *= generator.choice([0.0, 3.0])
+        noise[:, -1] *= 3.0
+    elif kind == "growing":
+        noise *= (place / 128.0) ** generator.choice([0.5, 1.0, 2.0])
+    noise *= np.exp(generator.uniform(np.log(0.004), np.log(0.05))) / np.abs(noise).mean()
+    return pair(
+        list(exact + noise),
+        list(exact),
+        prompts=[int(n) for n in generator.integers(8, 40, calls)],
+        groups=[f"g{i // 4}" for i in range(calls)],
+        cached=[int(n) for n in generator.choice([0, 8, 16, 32], calls)],
+    )
+
+
+AWKWARD = (
+    "a template",
+    "certain early",
+    "certain late",
+    "repeating",
+    "sparse",
+    "bursts",
+    "responses",
+    "equal until anywhere",
+    "outliers",
+    "first and last",
+    "growing",
+)

@@ -10,7 +10,7 @@ import pytest
 from layerbisect.bisect.score_places import TESTS
 from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
-from tests.bisect.place_pairs import Array, Scored, clean, pair, score
+from tests.bisect.place_pairs import AWKWARD, Array, Scored, awkward, clean, pair, score
 
 CALLS = 8
 PROMPTS = (10, 14, 19, 24, 29, 35, 41, 50)
@@ -201,6 +201,25 @@ def test_calls_with_a_cached_prefix_are_told_from_others(scored: Scored) -> None
     assert finding.false_alarm <= SURE
 
 
+def test_tokens_inside_a_cached_prefix_are_told_from_later_ones(
+    sides: tuple[Array, Array],
+) -> None:
+    first, second = sides
+    cached = [40, 56, 64, 0, 80, 30, 100, 64]
+    random = np.random.default_rng(0)
+    for row, count in zip(first, cached, strict=True):
+        row[: max(0, count - 24)] = -random.exponential(2.0, max(0, count - 24))
+    finding = found(pair(first, second, cached=cached))["cached prefix"]
+    assert finding.where == "positions inside the cached prefix of A"
+    assert finding.false_alarm <= SURE
+
+
+def test_a_prefix_that_all_calls_have_is_not_blamed(sides: tuple[Array, Array]) -> None:
+    first, second = sides
+    first += np.random.default_rng(0).normal(0.0, 0.3, first.shape)
+    assert not found(pair(first, second, cached=[16] * CALLS))
+
+
 def test_whole_responses_apart_are_told_by_their_group(scored: Scored) -> None:
     random = np.random.default_rng(0)
     first = scored.first[:48].copy()
@@ -214,6 +233,12 @@ def test_whole_responses_apart_are_told_by_their_group(scored: Scored) -> None:
 def test_sound_pairs_raise_nothing(scored: Scored) -> None:
     for seed in range(40):
         assert not found(clean(scored, np.random.default_rng(seed))), seed
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_awkward_noise_raises_nothing(kind: str, scored: Scored) -> None:
+    for seed in range(5):
+        assert not found(awkward(kind, scored, np.random.default_rng(seed))), seed
 
 
 def test_too_few_or_equal_scores_raise_nothing(sides: tuple[Array, Array]) -> None:
