@@ -62,7 +62,8 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
         stale = _stale_digests(name, (first, second), previous) if known and previous else None
         return Pair(name, *look.samples, None, None, stale)
     held = first.get(name), second.get(name)
-    a, b = (one.numbers() for one in held)
+    narrow = _narrower(held)
+    a, b = (_rounded(one, narrow) for one in held)
     if name.endswith((EMBED, HEAD)) and a.shape[1:] == b.shape[1:]:
         # a padded vocabulary
         rows = min(len(a), len(b))
@@ -71,7 +72,7 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
     stale = None
     if known and previous is not None and has_values(previous):
         old = previous.get(name)
-        before = old.numbers()
+        before = _rounded(old, narrow)
         if before.ndim == a.ndim and before.shape[1:] == a.shape[1:]:
             before = before[: len(a)]
         if before.shape != a.shape:
@@ -82,6 +83,23 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
     elif known and previous is not None:
         stale = _stale_digests(name, (first, second), previous)
     return Pair(name, a, b, before, held, stale)
+
+
+def _narrower(held: tuple[Held, Held]) -> torch.dtype | None:
+    """The dtype that one side was cast to on loading; None where they are alike or quantised."""
+    if any(one.scale is not None for one in held):
+        return None
+    first, second = (one.values.dtype for one in held)
+    if first.itemsize == second.itemsize:
+        return None
+    return first if first.itemsize < second.itemsize else second
+
+
+def _rounded(held: Held, narrow: torch.dtype | None) -> torch.Tensor:
+    """Values in float32, rounded as the narrower side's: a cast alone is no difference."""
+    if narrow is None or held.scale is not None or held.values.itemsize <= narrow.itemsize:
+        return held.numbers()
+    return held.values.to(narrow).float()
 
 
 def _same(held: Held, old: Held, rows: int) -> bool:

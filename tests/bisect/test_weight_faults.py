@@ -280,6 +280,23 @@ def test_a_planted_fault_is_classed(case: str, tmp_path: Path) -> None:
     assert sorted(group.names) == wanted
 
 
+@pytest.mark.parametrize(
+    "case", [c for c, one in CASES.items() if one.faulty().configs[0] is CONFIG]
+)
+def test_a_planted_fault_is_classed_whatever_the_dtype_of_the_trainer(
+    case: str, tmp_path: Path
+) -> None:
+    one = CASES[case]
+    sides = one.faulty()
+    # master weights, of which the rollout's are the rounded ones
+    noise = {n: 1 + 2.0**-12 * torch.rand(x.shape) for n, x in sides.trainer.items()}
+    wide = {n: x.float() * noise[n] for n, x in sides.trainer.items()}
+    assert all(torch.equal(wide[n].bfloat16(), x) for n, x in sides.trainer.items())
+    report = compared(tmp_path, sides.rollout, wide, sides.previous)
+    (group,) = report.groups
+    assert (group.kind, group.side) == (one.kind, one.side), group
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_its_clean_twin_raises_nothing(case: str, tmp_path: Path) -> None:
     sides = CASES[case].clean()
