@@ -15,9 +15,9 @@ from layerbisect.bisect.score_effect import EffectMeasure
 from layerbisect.bisect.score_map import floors, stand
 from layerbisect.bisect.score_measure import PairMeasure
 from layerbisect.bisect.score_repeats import RepeatMeasure
-from layerbisect.bisect.score_report import Finding, PairReport, ScoreReport, StepReport
-from layerbisect.bisect.score_sample import PairSample
-from layerbisect.bisect.score_tests import ALL
+from layerbisect.bisect.score_report import ScoreReport, StepReport
+from layerbisect.bisect.score_seek import Place, WorstCalls, seek
+from layerbisect.bisect.score_state import conditions
 from layerbisect.bisect.score_verdict import Judged, conclude
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.errors import RecordError
@@ -29,9 +29,6 @@ TOLERANCE = 0.01
 
 EPSILON = 0.2
 """Clipping range of the loss where the user names none."""
-
-SAMPLED_TOKENS = 1 << 20
-"""The tests for shapes see calls, evenly spread, of about so many tokens at most."""
 
 
 def judge(
@@ -133,15 +130,15 @@ def _measure(
     effect = EffectMeasure(rollout, trainer, epsilon) if rollout and trainer else None
     sums = _Sums(tuple(dict.fromkeys(column for pair in compared for column in pair)))
     progress.start("measuring responses", sum(len(record) for record in records))
-    for record in records:
-        for call in record:
+    for number, record in enumerate(records):
+        for index, call in enumerate(record):
             for measure in measures:
                 measure.add(call)
             for letter in letters:
                 letter.add(call)
             if effect:
                 effect.add(call)
-            sums.add(call)
+            sums.add(call, (number, index))
             progress.advance(sums.calls)
     progress.done()
     pairs = [report for m in measures if (report := m.report()) is not None]
@@ -153,7 +150,7 @@ def _measure(
     repeats = tuple(report for letter in letters for report in letter.reports())
     main = [p for p in pairs if p.second != "C.grad"]
     floor = floors(pairs, repeats)
-    findings, silent, sampled = _seek(records, main, floor, sums.tokens, progress)
+    found = seek(records, main, floor, sums.tokens, sums.worst.places(), progress)
     scores = ScoreReport(
         tolerance=tolerance,
         responses=sums.calls,
@@ -163,14 +160,15 @@ def _measure(
         floors=floor,
         closing=sums.closing,
         effect=effect.report() if effect else None,
-        findings=findings,
-        silent=silent,
-        sampled=sampled,
+        findings=found.findings,
+        silent=found.silent,
+        sampled=found.sampled,
     )
     return Judged(
         scores=scores,
         standing=stand(main, floor, tolerance),
         columns=columns,
+        unlike=conditions([record.info.columns for record in records]),
         left_out=sums.tokens - sums.scored,
         cached=sums.cached,
     )
@@ -184,51 +182,22 @@ class _Sums:
         self.calls = self.tokens = self.scored = 0
         self.closing: float | None = None
         self.cached: dict[str, int] = {}
+        self.worst = WorstCalls()
 
-    def add(self, call: Call) -> None:
+    def add(self, call: Call, place: Place) -> None:
         self.calls += 1
         self.tokens += len(call.response)
         scores = [call.scores[name] for name in self._columns]
         used = call.mask & np.isfinite(scores).all(0)
         self.scored += int(used.sum())
+        if used.any():
+            self.worst.add(float(np.abs(scores[0] - scores[-1])[used].mean()), place)
         if len(scores) == 3 and used.any():
             a, b, c = (score[used] for score in scores)
             left = float(np.abs((a - c) - ((a - b) + (b - c))).max())
             self.closing = max(self.closing or 0.0, left)
         for column, count in call.cached.items():
             self.cached[column] = self.cached.get(column, 0) + count
-
-
-def _seek(
-    records: Sequence[ScoreRecord],
-    pairs: Sequence[PairReport],
-    floor: Mapping[str, float],
-    tokens: int,
-    progress: Progress,
-) -> tuple[tuple[Finding, ...], tuple[str, ...], int]:
-    """Run every test on every pair, on calls evenly spread over the records.
-
-    Returns what was found, the names of the tests that found nothing, and how many calls they saw.
-    """
-    every = [(record, index) for record in records for index in range(len(record))]
-    stride = max(1, -(-tokens // SAMPLED_TOKENS))
-    calls = [record[index] for record, index in every[::stride]]
-    progress.start("seeking shapes", len(pairs) * len(ALL))
-    done = 0
-    found: list[Finding] = []
-    spoke: set[str] = set()
-    for pair in pairs:
-        noise = floor.get(pair.name, float("nan"))
-        sample = PairSample.of(calls, pair.first, pair.second, noise=noise)
-        for name, test in ALL.items():
-            finding = test(sample)
-            if finding is not None:
-                found.append(finding)
-                spoke.add(name)
-            done += 1
-            progress.advance(done)
-    progress.done()
-    return tuple(found), tuple(name for name in ALL if name not in spoke), len(calls)
 
 
 def _step(step: int | None, judged: Judged) -> StepReport:

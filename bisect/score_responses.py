@@ -169,10 +169,12 @@ def _properties(sample: PairSample, split: Apart) -> list[tuple[str, float]]:
     inside = set(groups[apart])
     if "" not in inside and not inside & set(groups[~apart]):
         names = ", ".join(sorted(inside)[:4]) + (" ..." if len(inside) > 4 else "")
-        total = len(set(groups))
-        # samples of one prompt are no independent draws: groups are
+        ways = log_choose(len(set(groups)), len(inside))
+        # samples of one prompt are no independent draws: groups are; and where each response is a
+        # group of its own, any of them are some groups
+        log = max(-ways, ways - log_choose(len(apart), int(apart.sum())))
         said = f"responses of group{'s' if len(inside) > 1 else ''} {names}"
-        found.append((said, min(1.0, tries * math.exp(-log_choose(total, len(inside))))))
+        found.append((said, min(1.0, tries * math.exp(log))))
     prompts, lengths = sample.prompt_lengths[split.calls], sample.lengths[split.calls]
     for name, values in (
         ("responses whose prompts are", prompts),

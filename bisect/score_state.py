@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from layerbisect.bisect.score_map import Standing
+from layerbisect.bisect.score_map import SIDES, Standing
 from layerbisect.bisect.score_report import StepReport
 from layerbisect.captures.record import Scoring, is_score
 
 
-def conditions(columns: Mapping[str, Scoring]) -> tuple[str, ...]:
-    """Say which columns were not scored alike, so that their difference means nothing."""
+def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
+    """Say which columns were not scored alike, so that their difference means nothing.
+
+    ``records`` are the columns of the records that are judged as one step.
+    """
     said = []
-    scored = {c: s for c, s in columns.items() if is_score(c) and c != "behavior"}
-    definitions = {c: s.definition for c, s in scored.items() if s.definition != "unknown"}
-    if len(set(definitions.values())) > 1:
-        listed = ", ".join(f"{column} {what}" for column, what in definitions.items())
+    definitions: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
+    digests: dict[tuple[str, str], set[str]] = {}
+    for columns in records:
+        for column, scoring in columns.items():
+            if not is_score(column) or column == "behavior":
+                continue
+            if scoring.definition != "unknown":
+                definitions.setdefault(column, set()).add(scoring.definition)
+            if scoring.weight_version:
+                versions.setdefault(column, set()).add(scoring.weight_version)
+            if scoring.digest:
+                # every worker, sharded in its own way, may have a digest of its own
+                digests.setdefault((SIDES[column[0]], scoring.worker), set()).add(scoring.digest)
+    if len(set().union(*definitions.values())) > 1:
+        listed = ", ".join(f"{c} {' and '.join(sorted(d))}" for c, d in definitions.items())
         said.append(
             f"the columns are different probabilities ({listed}); score all of them raw, and keep "
             "what was sampled from in the column behavior"
         )
-    rollout = {c: s.weight_version for c, s in scored.items() if c[0] in "AB" and s.weight_version}
-    if len(set(rollout.values())) > 1:
-        listed = ", ".join(f"{column} under {version!r}" for column, version in rollout.items())
-        said.append(f"the rollout's weights changed between its scores ({listed}); score again")
+    for label, letters in (("rollout", "AB"), ("trainer", "C")):
+        named = {column: v for column, v in versions.items() if column[0] in letters}
+        if len(set().union(*named.values())) > 1:
+            listed = ", ".join(f"{c} under {' and '.join(sorted(v))}" for c, v in named.items())
+            said.append(f"the {label}'s weights changed between its scores ({listed}); score again")
+        elif any(len(d) > 1 for (side, _), d in digests.items() if side == label):
+            said.append(f"the {label}'s weights changed between its scores; score again")
     return tuple(said)
 
 

@@ -54,4 +54,7 @@ PLACES: Mapping[str, Test] = {
 SPREAD: Mapping[str, Test] = {"one-sidedness": one_sided, "a few tokens against all": a_few_tokens}
 """Each describes how a gap is spread; none of them convicts."""
 
+PAIRING = ("swapped samples", "mispaired samples")
+"""Of CAUSES, what may befall a few of thousands of responses."""
+
 ALL: Mapping[str, Test] = {**CAUSES, **PLACES, **SPREAD}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerbisect.bisect import score_seek
 from layerbisect.bisect.judge_scores import judge
 from layerbisect.captures.errors import RecordError
 from layerbisect.captures.record import Call, RecordInfo, Scoring
@@ -251,3 +252,44 @@ def test_nothing_active_is_nothing_to_judge() -> None:
     call = Call.of("one", [1], [2], {"A": [-1.0], "C0": [-1.0]}, mask=[0])
     with pytest.raises(RecordError, match="no token"):
         judge([ScoreRecord(RecordInfo(columns=columns), [call])])
+
+
+def test_few_mispaired_responses_of_many_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_seek, "SAMPLED_TOKENS", 64 * 128)
+    record = run(22, responses=1600)
+    calls = list(record)
+    for number in (301, 702, 1103, 1504):
+        # never one of the evenly spread
+        assert number % 25
+        scores = {**calls[number].scores}
+        other = run(1000 + number, responses=1)[0].scores
+        scores |= {name: other[name] for name in ("C0", "C1")}
+        one = calls[number]
+        calls[number] = Call.of(one.name, one.prompt, one.response, scores)
+    verdict = judge([ScoreRecord(record.info, calls)])
+    assert verdict.status == "divergent"
+    assert [(c.side, c.operator) for c in verdict.culprits] == [("trainer", "inputs")]
+    clean = judge([record])
+    assert (clean.status, clean.culprits) == ("agree", ())
+    assert "shapes were sought in 64 of 1600 responses" in clean.coverage.notes
+
+
+def test_an_outlier_is_named_though_the_mean_agrees() -> None:
+    record = run(23)
+    calls = list(record)
+    lower = calls[3].scores["C0"].copy()
+    lower[40] -= 2.5
+    scores = {**calls[3].scores, "C0": lower, "C1": lower}
+    calls[3] = Call.of(calls[3].name, calls[3].prompt, calls[3].response, scores)
+    verdict = judge([ScoreRecord(record.info, calls)])
+    assert verdict.status == "agree"
+    assert any("s3 at response position 40" in reason for reason in verdict.reasons)
+
+
+def test_records_of_one_step_under_two_weights_are_inconclusive() -> None:
+    one = run(24, digests={"B": "x", "A": "x"})
+    other = run(25, digests={"B": "y", "A": "y"}, change=noisy("A"))
+    calls = [Call.of("t" + c.name, c.prompt, c.response, c.scores) for c in other]
+    verdict = judge([one, ScoreRecord(other.info, calls)])
+    assert verdict.status == "inconclusive"
+    assert "the rollout's weights changed" in verdict.reasons[0]
