@@ -86,8 +86,9 @@ def a_few_tokens(sample: PairSample) -> Finding | None:
         inside = int((far & member).sum())
         rate = min(0.5, UNEVEN * float(member.mean()))
         chance = binomial_tail(inside, many, rate)
-        # most of what the group holds must be far as well
-        if inside < 0.8 * many or far[member].mean() < 0.5:
+        # it must make most of their gap, and most of what it holds must be far as well
+        made = float(size[far & member].sum() / size[far].sum())
+        if made < 0.8 or far[member].mean() < 0.5:
             chance = 1.0
         best = min(best, (chance, said, member), key=lambda entry: entry[0])
     chance, said, member = best
