@@ -12,13 +12,14 @@ import numpy as np
 
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.score_effect import EffectMeasure
+from layerbisect.bisect.score_explain import Judged
 from layerbisect.bisect.score_map import floors, stand
 from layerbisect.bisect.score_measure import PairMeasure
 from layerbisect.bisect.score_repeats import RepeatMeasure
 from layerbisect.bisect.score_report import ScoreReport, StepReport
 from layerbisect.bisect.score_seek import Place, WorstCalls, seek
 from layerbisect.bisect.score_state import conditions
-from layerbisect.bisect.score_verdict import Judged, conclude
+from layerbisect.bisect.score_verdict import conclude
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.errors import RecordError
 from layerbisect.captures.record import Call, Scoring, is_score, replays

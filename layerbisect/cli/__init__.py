@@ -9,6 +9,7 @@ from layerbisect.cli.boundary import Boundary
 from layerbisect.cli.capture import capture
 from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
+from layerbisect.cli.scores import scores
 from layerbisect.cli.show import show
 from layerbisect.cli.weights import weights
 
@@ -56,5 +57,5 @@ def main() -> None:
     """
 
 
-for _command in (demo, weights, capture, show, bisect, doctor):
+for _command in (demo, scores, weights, capture, show, bisect, doctor):
     main.add_command(_command)
