@@ -52,6 +52,7 @@ def main() -> None:
     \b
     Example:
       layerbisect demo
+      layerbisect scores judge run.safetensors
       layerbisect capture --model policy --tokens answers.jsonl --out captures/trainer
       layerbisect bisect captures/rollout captures/trainer --model policy
     """
