@@ -83,8 +83,7 @@ class Classifier:
         where: str = "",
     ) -> Finding:
         side = "unknown" if off is None else self._labels[off]
-        apart = pair.apart if pair.first.shape == pair.second.shape else math.nan
-        return Finding(pair.name, kind, side, how, apart, pair.unit, where, evidence)
+        return Finding(pair.name, kind, side, how, pair.apart, pair.unit, where, evidence)
 
     def _off(self, pair: Pair) -> int | None:
         """The side that the previous weights are not near to, where something broke on one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,8 @@ class Pair:
     """One tensor of both sides in float32, dequantised, and of the previous holder if it has it.
 
     ``held`` is None where one side holds digests alone: the values are then samples [k].
-    ``stale`` is the place (0, 1) of the side that alone equals the previous holder.
+    ``stale`` is the place (0, 1) of the side that alone equals the previous holder. ``apart`` is
+    the relative distance of the sides, NaN where their shapes differ.
     """
 
     name: str
@@ -29,11 +31,7 @@ class Pair:
     previous: torch.Tensor | None
     held: tuple[Held, Held] | None
     stale: int | None
-
-    @property
-    def apart(self) -> float:
-        """Relative distance of the sides."""
-        return distance(self.first, self.second)
+    apart: float
 
     @property
     def unit(self) -> float:
@@ -60,7 +58,7 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
         look = compare_digests(name, first, second)
         assert look.samples is not None
         stale = _stale_digests(name, (first, second), previous) if known and previous else None
-        return Pair(name, *look.samples, None, None, stale)
+        return Pair(name, *look.samples, None, None, stale, distance(*look.samples))
     held = first.get(name), second.get(name)
     narrow = _narrower(held)
     a, b = (_rounded(one, narrow) for one in held)
@@ -82,7 +80,8 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
             stale = same.index(True) if sum(same) == 1 else None
     elif known and previous is not None:
         stale = _stale_digests(name, (first, second), previous)
-    return Pair(name, a, b, before, held, stale)
+    apart = distance(a, b) if a.shape == b.shape else math.nan
+    return Pair(name, a, b, before, held, stale, apart)
 
 
 def _narrower(held: tuple[Held, Held]) -> torch.dtype | None:

@@ -77,6 +77,13 @@ def test_a_cast_is_the_same(tmp_path: Path) -> None:
     assert {f.kind for f in compared(tmp_path / "b", rounded, wide).findings} == {"drift"}
 
 
+def test_float8_without_scales_is_a_cast(tmp_path: Path) -> None:
+    narrow = dict(W) | {Q: W[Q].to(torch.float8_e4m3fn)}
+    assert compared(tmp_path, narrow, W).coverage.cast == 1
+    group = only_group(compared(tmp_path / "b", narrow, dict(W) | {Q: W[Q] * 2}))
+    assert (group.kind, group.how) == ("scaled", "times 2 on trainer")
+
+
 def test_rounding_of_quantisation_is_the_same(tmp_path: Path) -> None:
     values, scale = quantise(W[Q])
     spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
