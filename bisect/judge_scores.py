@@ -18,6 +18,7 @@ from layerbisect.bisect.score_measure import PairMeasure
 from layerbisect.bisect.score_repeats import RepeatMeasure
 from layerbisect.bisect.score_report import ScoreReport, StepReport
 from layerbisect.bisect.score_seek import Place, WorstCalls, seek
+from layerbisect.bisect.score_split import split_record
 from layerbisect.bisect.score_state import conditions
 from layerbisect.bisect.score_verdict import conclude
 from layerbisect.bisect.verdict import Verdict
@@ -152,6 +153,11 @@ def _measure(
     main = [p for p in pairs if p.second != "C.grad"]
     floor = floors(pairs, repeats)
     found = seek(records, main, floor, sums.tokens, sums.worst.places(), progress)
+    splits = [
+        split
+        for first, second in compared
+        if (split := split_record(records[0], first, second, tolerance=tolerance)) is not None
+    ]
     scores = ScoreReport(
         tolerance=tolerance,
         responses=sums.calls,
@@ -164,6 +170,7 @@ def _measure(
         findings=found.findings,
         silent=found.silent,
         sampled=found.sampled,
+        splits=tuple(splits),
     )
     return Judged(
         scores=scores,

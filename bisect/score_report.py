@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from layerbisect.bisect.score_split import SplitReport
 from layerbisect.bisect.verdict import Gap
 
 RepeatKind = Literal["one worker", "workers", "router", "trainer"]
@@ -152,7 +153,8 @@ class ScoreReport:
 
     ``floors`` are the tolerances that the observed repeats give, by pair; ``silent`` names the
     tests for shapes that found nothing, and ``sampled`` counts the responses that the tests saw.
-    ``closing`` is the largest |(A-C) - ((A-B) + (B-C))| over tokens.
+    ``closing`` is the largest |(A-C) - ((A-B) + (B-C))| over tokens. ``splits`` are of the pairs
+    that have chosen logits on both sides.
     """
 
     tolerance: float
@@ -166,4 +168,5 @@ class ScoreReport:
     findings: tuple[Finding, ...]
     silent: tuple[str, ...]
     sampled: int
+    splits: tuple[SplitReport, ...] = ()
     steps: tuple[StepReport, ...] = ()

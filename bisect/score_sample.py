@@ -22,10 +22,11 @@ class PairSample:
         index: int64 [token], position in the response, from 0.
         active: bool [token], in the mask and scored on both sides.
         lengths, prompt_lengths: int64 [call].
+        prompt: int64 [call], the same for calls with the same prompt.
         cached_first, cached_second: int64 [call], prompt tokens from the prefix cache, -1 where
             nobody said.
-        entropy: float64 [token], entropy (nat) of the distribution that a column scored, of the
-            second where both have one; None where neither has.
+        entropy: float64 [token], entropy (nat) of the distribution that a column scored: of the
+            second where it has one, else of the first, else of any other; None where none has.
         entropy_of: which column ``entropy`` belongs to, or "".
         groups: what each call belongs to.
         noise: mean absolute difference (nat) of the repeats of these columns; 0 where repeats are
@@ -42,6 +43,7 @@ class PairSample:
     active: NDArray[np.bool_]
     lengths: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
+    prompt: NDArray[np.int64]
     cached_first: NDArray[np.int64]
     cached_second: NDArray[np.int64]
     entropy: NDArray[np.float64] | None
@@ -64,7 +66,10 @@ class PairSample:
 
         one, other = column(first), column(second)
         mask = np.concatenate([c.mask for c in calls])
-        known = [n for n in (second, first) if all(f"{n}.entropy" in c.scores for c in calls)]
+        held = (c.removesuffix(".entropy") for c in calls[0].scores if c.endswith(".entropy"))
+        names = dict.fromkeys((second, first, *held))
+        prompts: dict[bytes, int] = {}
+        known = [n for n in names if f"{n}.entropy" in calls[0].scores]
         return cls(
             first_name=first,
             second_name=second,
@@ -76,6 +81,9 @@ class PairSample:
             active=mask & np.isfinite(one) & np.isfinite(other),
             lengths=lengths,
             prompt_lengths=np.array([len(c.prompt) for c in calls], np.int64),
+            prompt=np.array(
+                [prompts.setdefault(c.prompt.tobytes(), len(prompts)) for c in calls], np.int64
+            ),
             cached_first=cached(first),
             cached_second=cached(second),
             entropy=column(f"{known[0]}.entropy") if known else None,

@@ -6,6 +6,9 @@
         model(input_ids=ids)
     verdict = layerbisect.bisect("captures/rollout", "captures/trainer", model="models/policy")
 
+    scores = layerbisect.ScoreRecord.open("run.safetensors")
+    verdict = layerbisect.judge([scores])
+
 Importing this needs neither torch nor an engine; what does is imported where it is used.
 """
 
@@ -20,20 +23,33 @@ from layerbisect.captures.errors import LayerBisectError
 if TYPE_CHECKING:
     from os import PathLike
 
+    from layerbisect.bisect.judge_scores import judge
     from layerbisect.bisect.locate import bisect
     from layerbisect.bisect.progress import Progress
     from layerbisect.bisect.verdict import Verdict
+    from layerbisect.captures.record_file import ScoreRecord
     from layerbisect.captures.store import Capture
     from layerbisect.captures.transformers_capture import capture
 
     __version__: str
 
-__all__ = ["Capture", "LayerBisectError", "Verdict", "__version__", "bisect", "capture"]
+__all__ = [
+    "Capture",
+    "LayerBisectError",
+    "ScoreRecord",
+    "Verdict",
+    "__version__",
+    "bisect",
+    "capture",
+    "judge",
+]
 
 _HOMES = {
     "Capture": "layerbisect.captures.store",
+    "ScoreRecord": "layerbisect.captures.record_file",
     "Verdict": "layerbisect.bisect.verdict",
     "capture": "layerbisect.captures.transformers_capture",
+    "judge": "layerbisect.bisect.judge_scores",
 }
 
 

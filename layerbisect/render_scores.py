@@ -118,6 +118,8 @@ class _Page:
             if repeat.moved_tokens:
                 shown = repeat.moved if self.verbose else repeat.moved[:_SHOWN_TOKENS]
                 self._tokens(f"moved, {repeat.letter}", shown)
+        for split in scores.splits:
+            self._line(f"{split.first}-{split.second}: {split.summary}")
         self._line(f"tolerance {scores.tolerance:g}" + _floors(scores))
         if scores.closing is not None:
             self._line(f"A-C = (A-B) + (B-C) closes to {scores.closing:.1e}")

@@ -293,3 +293,16 @@ def test_records_of_one_step_under_two_weights_are_inconclusive() -> None:
     verdict = judge([one, ScoreRecord(other.info, calls)])
     assert verdict.status == "inconclusive"
     assert "the rollout's weights changed" in verdict.reasons[0]
+
+
+def test_logits_at_hand_split_the_gap() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        logit = generator.normal(size=len(scores["A"])) * 3
+        scores |= {"B0.logit": logit, "C0.logit": logit}
+        return noisy("C0", "C1", size=0.3)(scores, generator)
+
+    verdict = judge([run(26, change=change)])
+    assert verdict.scores is not None
+    (split,) = verdict.scores.splits
+    assert (split.first, split.second, split.kind) == ("B0", "C0", "normalizer")
+    assert "the model is not the cause" in split.summary

@@ -38,10 +38,12 @@ def test_public_names_are_these() -> None:
     assert layerbisect.__all__ == [
         "Capture",
         "LayerBisectError",
+        "ScoreRecord",
         "Verdict",
         "__version__",
         "bisect",
         "capture",
+        "judge",
     ]
     assert layerbisect.__all__ == sorted(layerbisect.__all__)
     assert dir(layerbisect) == layerbisect.__all__
