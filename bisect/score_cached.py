@@ -32,7 +32,7 @@ _MATTERS = 0.03
 
 def cached_prefix(sample: PairSample) -> Finding | None:
     """Find a gap inside or after a cached prefix, in calls that have one, or growing with it."""
-    gaps = Gaps.of(sample)
+    gaps = Gaps.distinct(sample)
     if gaps is None:
         return None
     found = [*_at_its_end(sample, gaps), *_with_one(sample, gaps)]
@@ -106,7 +106,7 @@ def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
             if ratio >= _RATIO and float(mean[has].mean()) >= _MATTERS:
                 match = -log_choose(len(has), int(has.sum())) + math.log(4)
                 yield _finding(
-                    sample, gaps, chosen, log_apart(level, has) + match,
+                    sample, gaps, chosen, log_apart(level, has, sample.prompt[calls]) + match,
                     f"calls with a cached prefix in {name}",
                     f"all {has.sum()} calls with one are further apart than all {(~has).sum()} "
                     f"without, {ratio:.0f} times by their medians",

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from layerbisect.bisect.score_chance import log_gamma_tail
+from layerbisect.bisect.score_chance import log_gamma_bound
 from layerbisect.bisect.score_gaps import (
     ALLOWED,
     FLOOR,
@@ -15,10 +15,10 @@ from layerbisect.bisect.score_gaps import (
     Array,
     Bools,
     Gaps,
+    Ints,
     by_call,
     chance,
     explained,
-    log_set_chance,
 )
 from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
@@ -39,7 +39,9 @@ def first_token_only(sample: PairSample) -> Finding | None:
     first = gaps.index == 0
     if not first.any() or first.all():
         return None
-    log = log_set_chance(gaps, first)
+    own, others = _leveled(gaps, first)
+    at_least = len(others) - np.searchsorted(np.sort(others), own / ALLOWED)
+    log = _log_chance(at_least, len(others), gaps.context[first])
     usual = float(np.median(gaps.relative[~first]))
     high = float(np.mean(gaps.relative[first] > ALLOWED * usual))
     if log > RAISED or high < _MOST:
@@ -58,6 +60,7 @@ def first_token_only(sample: PairSample) -> Finding | None:
         evidence=(
             f"{round(high * first.sum())} of {first.sum()} first tokens are more than "
             f"{ALLOWED:g} times as far apart as others with about the same score",
+            f"they follow {len(np.unique(gaps.context[first]))} prompts, and count once for each",
         ),
         false_alarm=chance(log),
         explains=explained(gaps, first),
@@ -86,16 +89,20 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
     next_few = np.abs(gaps.d[(gaps.index > 0) & (gaps.index <= 3)])
     if not len(next_few) or np.median(next_few) < 0.5 * np.median(np.abs(rest)):
         return None
-    here = float(np.abs(gaps.d[first]).mean())
+    here, contexts = float(np.abs(gaps.d[first]).mean()), gaps.context[first]
     # the first is less apart by more than noise differs, or lacks an offset that the others have
-    offset = math.copysign(1.0, float(np.median(rest))) * gaps.d
-    ways = [(gaps.relative, ALLOWED * gaps.relative)]
-    if abs(float(np.median(rest))) >= max(_ONE_SIGN * size, 10 * FLOOR):
-        ways.append((offset, offset))
-    log, low = min(_lowest(gaps, first, values, own) for values, own in ways)
-    log += math.log(len(ways))
-    calls = int(first.sum())
-    if log > RAISED or low < _MOST * calls or here > 0.5 * size:
+    own, others = _leveled(gaps, first)
+    at_most = np.searchsorted(np.sort(others), ALLOWED * own, side="right")
+    log = _log_chance(at_most, len(others), contexts) if here <= 0.5 * size else 0.0
+    middle = float(np.median(rest))
+    if abs(middle) >= max(_ONE_SIGN * size, 10 * FLOOR):
+        own, others = (math.copysign(1.0, middle) * part for part in (gaps.d[first], rest))
+        at_most = np.searchsorted(np.sort(others), own, side="right")
+        if np.median(own) <= 0.5 * abs(middle):
+            log = min(log, _log_chance(at_most, len(others), contexts))
+    log += math.log(2.0)
+    low = float(np.mean(own < np.median(others)))
+    if log > RAISED or low < _MOST:
         return None
     return Finding(
         test="all but the first token",
@@ -104,7 +111,8 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
         summary=f"response tokens from position 1 on are {size:.4f} nat apart (mean difference "
         f"{mean:+.4f}), the first {here:.4f}",
         evidence=(
-            f"{low} of {calls} first tokens are clearly less apart than half of their later ones",
+            f"{low:.0%} of {first.sum()} first tokens are less apart than half of the later ones",
+            f"they follow {len(np.unique(contexts))} prompts, and count once for each",
         ),
         false_alarm=chance(log),
         explains=explained(gaps, ~first),
@@ -114,17 +122,25 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
     )
 
 
-def _lowest(gaps: Gaps, first: Bools, values: Array, own: Array) -> tuple[float, int]:
-    """Log of the chance that first tokens are so low among ``values``, by ``own``; how many are.
-
-    Below half of the later tokens of its response is low.
-    """
-    logs, low = 0.0, 0
+def _leveled(gaps: Gaps, first: Bools) -> tuple[Array, Array]:
+    """Gaps of first and of later tokens, relative to the median later one of their response."""
+    leveled = gaps.relative.copy()
     for part in by_call(gaps.call):
-        if not first[part.start]:
-            continue
-        others = values[part][1:]
-        below = int((others <= own[part.start]).sum())
-        logs -= math.log((below + 1) / (len(others) + 1))
-        low += below < 0.5 * len(others)
-    return log_gamma_tail(int(first.sum()), logs), low
+        later = gaps.relative[part][~first[part]]
+        leveled[part] /= np.median(later) if len(later) else 1.0
+    return leveled[first], leveled[~first]
+
+
+def _log_chance(beyond: Ints, others: int, contexts: Ints) -> float:
+    """Log of the chance that first tokens rank so far out.
+
+    Args:
+        beyond: int64 [first token], how many of the later tokens are at least as far out.
+        others: how many later tokens there are.
+        contexts: int64 [first token]. Samples of one prompt share what rounding made of it, and
+            count once, by their mean: no sum of dependent terms is wider than that of equal ones.
+    """
+    surprises = -np.log((beyond + 1) / (others + 1))
+    _, number = np.unique(contexts, return_inverse=True)
+    means = np.bincount(number, weights=surprises) / np.bincount(number)
+    return log_gamma_bound(len(means), float(means.sum()))

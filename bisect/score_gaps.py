@@ -44,6 +44,8 @@ class Gaps:
         relative: float64 [token], ``size`` over that of tokens with about the same score.
         call, index, position: int64 [token], as in the sample. last: int64 [token], place from the
             response's end, 0 for its last token.
+        context: int64 [token], the same for tokens that follow the same tokens: their noise is the
+            same, too.
     """
 
     d: Array
@@ -53,6 +55,7 @@ class Gaps:
     index: Ints
     position: Ints
     last: Ints
+    context: Ints
 
     @classmethod
     def of(cls, sample: PairSample) -> Gaps | None:
@@ -72,11 +75,35 @@ class Gaps:
             index=index,
             position=sample.position[active],
             last=sample.lengths[call] - 1 - index,
+            context=_contexts(sample)[active],
         )
+
+    @classmethod
+    def distinct(cls, sample: PairSample) -> Gaps | None:
+        """Gather them, of tokens in one context the first alone; None as for `of`."""
+        gaps = cls.of(sample)
+        if gaps is None:
+            return None
+        kept = np.zeros(len(gaps.d), bool)
+        kept[np.unique(gaps.context, return_index=True)[1]] = True
+        return gaps.only(kept)
 
     def only(self, kept: Bools) -> Gaps:
         """These tokens alone, [token]."""
         return Gaps(*(getattr(self, name)[kept] for name in self.__slots__))
+
+
+def _contexts(sample: PairSample) -> Ints:
+    """Hash the prompt and the response's tokens before each one, [token]."""
+    longest = int(sample.lengths.max(initial=0))
+    # wrapping sums of products with odd numbers: hashes that grow token by token
+    factor = np.random.default_rng(0).integers(0, 1 << 63, longest + 1, np.uint64) * 2 + 1
+    each = (sample.token.astype(np.uint64) + 1) * factor[1 + sample.index]
+    before = np.cumsum(each, dtype=np.uint64) - each
+    starts = np.cumsum(sample.lengths) - sample.lengths
+    start = np.r_[before, np.uint64(0)][starts]
+    prompt = sample.prompt.astype(np.uint64) * factor[0]
+    return (before - start[sample.call] + prompt[sample.call]).astype(np.int64)
 
 
 def _usual(size: Array, level: Array) -> Array:

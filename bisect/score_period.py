@@ -54,7 +54,7 @@ def multiples(sample: PairSample) -> Finding | None:
 
     All periods, residues, blocks and parts that were tried count in the chance.
     """
-    whole = Gaps.of(sample)
+    whole = Gaps.distinct(sample)
     if whole is None:
         return None
     # enough to find it

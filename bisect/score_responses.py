@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.score_chance import log_choose, log_normal_tail
-from layerbisect.bisect.score_gaps import NATURAL, RAISED, Gaps, chance, explained
+from layerbisect.bisect.score_gaps import RAISED, Gaps, chance, explained
 from layerbisect.bisect.score_lag import Scores, listed, responses
 from layerbisect.bisect.score_pairing import relation, swaps
 from layerbisect.bisect.score_report import Finding
@@ -22,8 +22,10 @@ Ints = NDArray[np.int64]
 _SPREAD = 0.5
 # for so many responses the natural deviation counts beside what the sample shows
 _PRIOR = 8
-# how many times larger than in the other responses a gap must be
+# how many times larger than in the other responses a gap must be, and how large (nat): single
+# responses are noisier than all together
 _RATIO = 5.0
+_FAR = 0.1
 # a property parts the responses when chance does so less often
 _PARTS = 1e-2
 # mean gaps (nat) of a response's first tokens, and of its later half, from which it looks scored in
@@ -59,7 +61,7 @@ def levels(gaps: Gaps) -> tuple[Ints, Array, Array]:
     return calls, median, np.array([np.abs(gaps.d[part]).mean() for part in parts])
 
 
-def stand_apart(gaps: Gaps) -> Apart | None:
+def stand_apart(sample: PairSample, gaps: Gaps) -> Apart | None:
     """Split the responses into most that agree and some that don't, None where nothing parts them.
 
     The chance counts all ways to choose those apart.
@@ -75,26 +77,28 @@ def stand_apart(gaps: Gaps) -> Apart | None:
     low, high = order[:kept], order[kept:]
     far = float(mean[high].mean())
     if level[high].min() < _RATIO * np.exp(np.log(level[low]).mean()) or far < max(
-        NATURAL, _RATIO * float(mean[low].mean())
+        _FAR, _RATIO * float(mean[low].mean())
     ):
         return None
     apart = np.zeros(len(calls), bool)
     apart[high] = True
-    log = log_apart(level, apart) + log_choose(len(calls), len(high)) + math.log(len(calls))
+    log = log_apart(level, apart, sample.prompt[calls])
+    log += log_choose(len(calls), len(high)) + math.log(len(calls))
     return Apart(calls, apart, level, mean, min(0.0, log))
 
 
-def log_apart(level: Array, apart: NDArray[np.bool_]) -> float:
+def log_apart(level: Array, apart: NDArray[np.bool_], prompt: Ints) -> float:
     """Log of the chance that the responses ``apart``, [call], all have such ``level`` by chance.
 
     Logs of levels are normal with the others' deviation, or `_SPREAD` where these show less.
+    Responses to one ``prompt`` may be noisy together, and count once.
     """
     logs = np.log(level)
     low = logs[~apart]
     seen = float(((low - low.mean()) ** 2).sum())
     deviation = math.sqrt((seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR))
     z = float(logs[apart].min() - low.mean()) / (deviation * math.sqrt(1.0 + 1.0 / len(low)))
-    return int(apart.sum()) * log_normal_tail(z)
+    return len(np.unique(prompt[apart])) * log_normal_tail(z)
 
 
 def some_responses(sample: PairSample) -> Finding | None:
@@ -108,8 +112,8 @@ def mispaired_samples(sample: PairSample) -> Finding | None:
 
 
 def _finding(sample: PairSample, *, mispaired: bool) -> Finding | None:
-    gaps = Gaps.of(sample)
-    split = stand_apart(gaps) if gaps is not None else None
+    gaps = Gaps.distinct(sample)
+    split = stand_apart(sample, gaps) if gaps is not None else None
     if gaps is None or split is None or split.log_chance > RAISED:
         return None
     calls = [int(c) for c in split.calls[split.apart]]

@@ -64,7 +64,7 @@ def from_position(sample: PairSample) -> Finding | None:
     Positions are counted in the response, in prompt and response together, and from the response's
     end; noise may grow smoothly with position, or rise at response position 1 with decode.
     """
-    whole = Gaps.of(sample)
+    whole = Gaps.distinct(sample)
     if whole is None or not (whole.index > 0).any():
         return None
     # first tokens come from prefill: what begins after them is a test of its own

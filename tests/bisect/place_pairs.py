@@ -80,8 +80,13 @@ def pair(
     prompts: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
     cached: Sequence[int] | None = None,
+    tokens: Array | None = None,
+    prompt: Sequence[int] | None = None,
 ) -> PairSample:
-    """Lay responses end to end: ``A`` and ``B0`` of as many tokens each."""
+    """Lay responses end to end: ``A`` and ``B0`` of as many tokens each.
+
+    Every response has a ``prompt`` of its own where nothing is said.
+    """
     lengths = np.array([len(row) for row in first])
     one, other = np.concatenate(list(first)), np.concatenate(list(second))
     calls = len(lengths)
@@ -90,11 +95,12 @@ def pair(
         second_name="B0",
         first=one,
         second=other,
-        token=np.zeros(len(one), np.int64),
+        token=(np.zeros(len(one)) if tokens is None else tokens.ravel()).astype(np.int64),
         call=np.repeat(np.arange(calls), lengths),
         index=np.concatenate([np.arange(n) for n in lengths]),
         active=np.isfinite(one) & np.isfinite(other),
         lengths=lengths,
+        prompt=np.array(prompt if prompt is not None else range(calls)),
         prompt_lengths=np.array(prompts if prompts is not None else [24] * calls),
         cached_first=np.array(cached if cached is not None else [-1] * calls),
         cached_second=np.full(calls, -1),
@@ -186,12 +192,23 @@ def awkward(kind: str, scored: Scored, generator: np.random.Generator) -> PairSa
         noise[:, -1] *= 3.0
     elif kind == "growing":
         noise *= (place / 128.0) ** generator.choice([0.5, 1.0, 2.0])
+    tokens = np.arange(exact.size).reshape(exact.shape)
+    prompt = np.arange(calls)
+    if kind == "samples of few prompts":
+        # what two samples share from their start on, and the noise with it, up to some token
+        prompt //= 8
+        shared = place < generator.integers(1, 9, calls)[:, None]
+        exact, noise, tokens = (
+            np.where(shared, values[prompt * 8], values) for values in (exact, noise, tokens)
+        )
     noise *= np.exp(generator.uniform(np.log(0.004), np.log(0.05))) / np.abs(noise).mean()
     return pair(
         list(exact + noise),
         list(exact),
-        prompts=[int(n) for n in generator.integers(8, 40, calls)],
-        groups=[f"g{i // 4}" for i in range(calls)],
+        prompts=[int(n) for n in generator.integers(8, 40, calls)[prompt]],
+        groups=[f"g{i // 8}" for i in range(calls)],
+        tokens=tokens,
+        prompt=[int(n) for n in prompt],
         cached=[int(n) for n in generator.choice([0, 8, 16, 32], calls)],
     )
 
@@ -208,4 +225,5 @@ AWKWARD = (
     "outliers",
     "first and last",
     "growing",
+    "samples of few prompts",
 )

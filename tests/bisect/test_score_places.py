@@ -120,6 +120,16 @@ def test_a_first_token_apart_is_found(sides: tuple[Array, Array]) -> None:
     assert finding.mae == pytest.approx(0.5, abs=0.05)
 
 
+def test_samples_of_one_prompt_count_once_at_their_first_token(scored: Scored) -> None:
+    first, second = scored.first[:16].copy(), scored.second[:16].copy()
+    # one prompt whose prefill happened to round badly, and all samples begin with one token
+    first[:, 0], second[:, 0] = first[0, 0] + 0.5, second[0, 0]
+    one = pair(first, second, prompt=[0] * 16)
+    assert not found(one)
+    sixteen = pair(first, second)
+    assert list(found(sixteen)) == ["first token only"]
+
+
 def test_all_but_the_first_token_are_found(sides: tuple[Array, Array]) -> None:
     first, second = sides
     first[:, 1:] -= 0.10
