@@ -15,10 +15,11 @@ import torch
 from layerbisect.captures.record_file import ScoreRecord
 from tests.bisect.score_faults_bookkeeping import BOOKKEEPING
 from tests.bisect.score_faults_engines import ENGINES
+from tests.bisect.score_faults_weights import WEIGHTS
 from tests.bisect.score_lab import Precision, before, prompts, score
 from tests.bisect.score_runs import Bench, Case, Family, Three, record, three
 
-FAULTS: dict[str, Case] = {**BOOKKEEPING, **ENGINES}
+FAULTS: dict[str, Case] = {**BOOKKEEPING, **ENGINES, **WEIGHTS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Faults of the engines themselves: KV cache, packing, positions and weights."""
+"""Faults of the engines themselves: KV cache, packing, masks and positions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 from layerbisect.captures.record_file import ScoreRecord
 from layerbisect.fault_attention import _angles, _rotated
+from tests.bisect.score_faults_weights import Named, older
 from tests.bisect.score_lab import Decode, Lab, causal, prompts
-from tests.bisect.score_runs import Bench, Case, Family, Three, record, three
-
-Named = dict[str, torch.Tensor]
+from tests.bisect.score_runs import Bench, Case, Three, record, three
 
 # prompts that end before the place where a fault begins
 SHORT = prompts(30, longest=24)
@@ -23,19 +22,6 @@ def _plain(run: Three, **more: Any) -> list[ScoreRecord]:
 
 
 # the KV cache, in decode
-
-
-def older(strength: float, seed: int = 1) -> Callable[[Named], None]:
-    """Weights as they were some updates ago: each off by ``strength`` of its tensor's deviation."""
-
-    def edit(named: Named) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for weight in named.values():
-            if weight.ndim > 1:
-                noise = torch.randn(weight.shape, generator=generator)
-                weight += strength * weight.float().std() * noise
-
-    return edit
 
 
 def _prefix_from(labs: Sequence[Lab], asked: list[list[int]], ends: list[list[int]]) -> Decode:
@@ -187,7 +173,6 @@ def left_padding_is_seen(bench: Bench) -> list[ScoreRecord]:
 
 def compressed_positions(bench: Bench) -> list[ScoreRecord]:
     """From layer 2 on, keys at index 16 and later are rotated for a quarter of their position."""
-
     run, lab = bench.sound(longest=12), bench.lab()
     frequencies = lab.model.model.rotary_emb.inv_freq.float()
 
@@ -198,139 +183,6 @@ def compressed_positions(bench: Bench) -> list[ScoreRecord]:
 
     with _rotated(lab.model, 2, rotate), _rotated(lab.model, 3, rotate):
         return _plain(run.retrained(lab.train(run.samples)))
-
-
-# weights
-
-
-def _attention(named: Named, kind: str) -> list[torch.Tensor]:
-    return [weight for name, weight in named.items() if f".{kind}." in name]
-
-
-def adapter(named: Named, strength: float) -> None:
-    """Merge an update of rank 2 into the projections of queries and values."""
-    generator = torch.Generator().manual_seed(3)
-    for kind in ("q_proj", "v_proj"):
-        for weight in _attention(named, kind):
-            down = torch.randn(2, weight.shape[1], generator=generator)
-            up = torch.randn(weight.shape[0], 2, generator=generator)
-            weight += strength * weight.std() * (up @ down)
-
-
-def _other_trainer(
-    bench: Bench, edit: Callable[[Named], None], family: Family = "dense", seed: int = 0
-) -> Three:
-    """A sound run, but for the trainer's weights."""
-    run = bench.sound(family, seed=seed)
-    return run.retrained(bench.lab(family).changed(edit).train(run.samples))
-
-
-def adapter_not_delivered(bench: Bench, family: Family = "dense") -> list[ScoreRecord]:
-    return _plain(_other_trainer(bench, lambda named: adapter(named, 0.25), family))
-
-
-def adapter_grows(bench: Bench) -> list[ScoreRecord]:
-    """An adapter that is never delivered: nothing at first, and more with every step."""
-    records = []
-    for step in range(3):
-        def edit(named: Named, step: int = step) -> None:
-            adapter(named, 0.12 * step)
-
-        run = _other_trainer(bench, edit, seed=step)
-        records.append(record(run.samples, run.scores(), step=step))
-    return records
-
-
-def adapter_split_wrongly(bench: Bench) -> list[ScoreRecord]:
-    """The adapter of gate and up is exported as [g0 u0 g1 u1], and read as [g0 g1 u0 u1]."""
-
-    def delta(weight: torch.Tensor, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        down = torch.randn(2, weight.shape[1], generator=generator)
-        up = torch.randn(2 * weight.shape[0], 2, generator=generator)
-        return 0.15 * weight.std() * (up @ down)
-
-    def merge(named: Named, order: Sequence[int]) -> None:
-        pairs = zip(_attention(named, "gate_proj"), _attention(named, "up_proj"), strict=True)
-        for layer, (gate, up) in enumerate(pairs):
-            quarters = delta(gate, layer).chunk(4)
-            both = torch.cat([quarters[i] for i in order]).chunk(2)
-            gate += both[0]
-            up += both[1]
-
-    trainer = bench.lab().changed(lambda named: merge(named, (0, 1, 2, 3)))
-    rollout = bench.lab().changed(lambda named: merge(named, (0, 2, 1, 3)))
-    return _plain(three(rollout, trainer=trainer, seed=21))
-
-
-def norm_never_written(bench: Bench) -> list[ScoreRecord]:
-    def garbage(named: Named) -> None:
-        named["model.layers.1.self_attn.k_norm.weight"].fill_(1e4)
-
-    rollout = bench.lab().changed(garbage)
-    return _plain(three(rollout, trainer=bench.lab(), seed=22))
-
-
-def qkv_interleaved(named: Named) -> None:
-    """Fused [q0 q1 k0 k1 v0 v1] is split as [q0 k0 v0 q1 k1 v1], as for two ranks."""
-    kinds = ("q_proj", "k_proj", "v_proj")
-    for parts in zip(*(_attention(named, kind) for kind in kinds), strict=True):
-        fused = torch.cat([*parts])
-        shares = [len(part) // 2 for part in parts] * 2
-        pieces = fused.split(shares)
-        for i, part in enumerate(parts):
-            part.copy_(torch.cat([pieces[i], pieces[i + 3]]))
-
-
-def qkv_split_for_ranks(bench: Bench) -> list[ScoreRecord]:
-    return _plain(_other_trainer(bench, qkv_interleaved))
-
-
-def scales_transposed(named: Named) -> None:
-    """Block-scaled float8, blocks of 32, whose square table of scales is read transposed."""
-    for kind in ("q_proj", "o_proj"):
-        for weight in _attention(named, kind):
-            blocks = weight.reshape(4, 32, 4, 32).transpose(1, 2)
-            limit = torch.finfo(torch.float8_e4m3fn).max
-            scale = blocks.abs().amax((-1, -2), keepdim=True) / limit
-            narrow = (blocks / scale).to(torch.float8_e4m3fn).float()
-            wrong = narrow * scale.transpose(0, 1)
-            weight.copy_(wrong.transpose(1, 2).reshape(weight.shape))
-
-
-def scale_layout(bench: Bench) -> list[ScoreRecord]:
-    return _plain(
-        three(bench.lab().changed(scales_transposed), trainer=bench.lab(), seed=24)
-    )
-
-
-def update_skipped(bench: Bench, *, labelled: bool = False) -> list[ScoreRecord]:
-    """Step 0 in agreement; at step 1 the trainer has moved on, and the rollout has not.
-
-    Versions say so where they are ``labelled`` by what each side holds, not by what it should.
-    """
-    held = {"A": "step-0", "B": "step-0"} if labelled else None
-    first = bench.sound("moe")
-    second = _other_trainer(bench, older(0.05), "moe", seed=1)
-    return [
-        record(first.samples, first.scores(), step=0),
-        record(second.samples, second.scores(), step=1, versions=held),
-    ]
-
-
-def updated_before_replay(bench: Bench) -> list[ScoreRecord]:
-    """A is of the old weights; the update came before B and C."""
-    new = bench.lab().changed(older(0.05))
-    return _plain(three(new, generator=bench.lab(), trainer=new, seed=27))
-
-
-def stale_head(bench: Bench) -> list[ScoreRecord]:
-    def edit(named: Named) -> None:
-        weight = named["lm_head.weight"]
-        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
-        weight += 0.08 * weight.std() * noise
-
-    return _plain(three(bench.lab().changed(edit), trainer=bench.lab(), seed=28))
 
 
 ENGINES = {
@@ -371,19 +223,4 @@ ENGINES = {
         "positions >= (1[0-9]|[4-9])",
         faint=True,
     ),
-    "adapter not delivered": Case("B021", adapter_not_delivered, "C", weights=True),
-    "adapter not used, mixture of experts": Case(
-        "B022", lambda bench: adapter_not_delivered(bench, "moe"), "C", weights=True
-    ),
-    "adapter grows": Case("B023", adapter_grows, "C", weights=True),
-    "adapter split wrongly": Case("B016", adapter_split_wrongly, "C", weights=True),
-    "norm never written": Case("B019", norm_never_written, "C", weights=True),
-    "qkv split for ranks": Case("B162", qkv_split_for_ranks, "C", weights=True),
-    "scales transposed": Case("B144", scale_layout, "C", weights=True),
-    "update skipped": Case("B172", update_skipped, "C", weights=True),
-    "update skipped, and said": Case(
-        "B172", lambda bench: update_skipped(bench, labelled=True), "B", ("weights",), weights=True
-    ),
-    "updated before the replay": Case("B172", updated_before_replay, "A"),
-    "stale head": Case("B110", stale_head, "C", weights=True),
 }

@@ -1,4 +1,4 @@
-"""Faults of the catalogue are classed from scores alone, and sound runs raise nothing."""
+"""Catalogue faults are classed from scores and weights alone, and sound runs raise nothing."""
 
 import re
 from pathlib import Path
@@ -10,11 +10,15 @@ from layerbisect.bisect.judge_scores import judge
 from layerbisect.bisect.score_map import CHANCE, PATHS, SIDES
 from layerbisect.bisect.score_tests import SPREAD
 from layerbisect.bisect.verdict import Verdict
+from layerbisect.bisect.weight_compare import compare
 from layerbisect.captures.errors import RecordError
 from layerbisect.captures.record_file import ScoreRecord
+from layerbisect.captures.weight_snapshot import save_weights
 from tests.bisect.score_cases import CONTROLS, FAULTS, clean
+from tests.bisect.score_faults_bookkeeping import stale_prompt_scores
+from tests.bisect.score_faults_weights import WRONG
 from tests.bisect.score_lab import before, score
-from tests.bisect.score_runs import Bench, Case
+from tests.bisect.score_runs import Bench, Case, Family
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,26 @@ def test_a_fault_is_classed(bench: Bench, name: str) -> None:
         _check_path(case, verdict)
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_weights_are_classed_by_their_tensors(
+    bench: Bench, name: str, tmp_path: Path
+) -> None:
+    """What scores leave open, weights or model, the weights settle."""
+    wrong = WRONG[name]
+    sides = zip(("rollout", "trainer"), wrong.labs(bench), strict=True)
+    held = [save_weights(lab.model, tmp_path / side, label=side) for side, lab in sides]
+    report = compare(*held)
+    assert report.status == "divergent"
+    assert {finding.kind for finding in report.findings} == {wrong.kind}
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_equal_weights_agree(bench: Bench, family: Family, tmp_path: Path) -> None:
+    model = bench.lab(family).model
+    held = [save_weights(model, tmp_path / side, label=side) for side in ("rollout", "trainer")]
+    assert compare(*held).status == "agree"
+
+
 def _check_shape(case: Case, verdict: Verdict) -> None:
     """The one culprit is a shape that the fault has."""
     (culprit,) = verdict.culprits
@@ -108,8 +132,6 @@ def test_a_sound_run_raises_nothing(bench: Bench, name: str) -> None:
 
 
 def test_stale_buffers_that_change_are_unstable(bench: Bench) -> None:
-    from tests.bisect.score_faults_bookkeeping import stale_prompt_scores
-
     verdict = judge(stale_prompt_scores(bench, again=False))
     assert verdict.status == "unstable"
     assert any("repeats of B differ" in reason for reason in verdict.reasons)
