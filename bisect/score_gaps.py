@@ -103,7 +103,8 @@ def _contexts(sample: PairSample) -> Ints:
     starts = np.cumsum(sample.lengths) - sample.lengths
     start = np.r_[before, np.uint64(0)][starts]
     prompt = sample.prompt.astype(np.uint64) * factor[0]
-    return (before - start[sample.call] + prompt[sample.call]).astype(np.int64)
+    hashes: Ints = (before - start[sample.call] + prompt[sample.call]).astype(np.int64)
+    return hashes
 
 
 def _usual(size: Array, level: Array) -> Array:

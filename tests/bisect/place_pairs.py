@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +81,7 @@ def pair(
     prompts: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
     cached: Sequence[int] | None = None,
-    tokens: Array | None = None,
+    tokens: NDArray[Any] | None = None,
     prompt: Sequence[int] | None = None,
 ) -> PairSample:
     """Lay responses end to end: ``A`` and ``B0`` of as many tokens each.
