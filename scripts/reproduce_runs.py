@@ -45,9 +45,14 @@ class Rollout:
     tokens: int
 
     def generate(
-        self, name: str, *, step: int | None = None, temperature: float = 1.0
+        self,
+        name: str,
+        *,
+        step: int | None = None,
+        temperature: float = 1.0,
+        replays: int = 2,
     ) -> tuple[ScoreRecord, Path]:
-        """Generate with raw scores, keep A, and replay twice."""
+        """Generate with raw scores, keep A, and replay."""
         path = self.folder / f"{name}.safetensors"
         record = collect(
             self.worker,
@@ -55,6 +60,7 @@ class Rollout:
             path,
             samples=SAMPLES,
             max_new_tokens=self.tokens,
+            replays=replays,
             sampling={"temperature": temperature, "ignore_eos": True},
             original_logprobs=True,
             step=step,
