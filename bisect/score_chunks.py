@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from layerbisect.bisect.score_chance import log_match_chance
 from layerbisect.bisect.score_gaps import RAISED, chance
-from layerbisect.bisect.score_lag import BAD, CLOSE, Scores, listed, responses
+from layerbisect.bisect.score_lag import BAD, CLOSE, RARE, Scores, listed, responses
 from layerbisect.bisect.score_report import Finding
 from layerbisect.bisect.score_sample import PairSample
 
@@ -34,7 +34,7 @@ def chunk_order(sample: PairSample) -> Finding | None:
     fit = int(np.searchsorted(np.cumsum([len(r.first) for r in bad]), _TOKENS)) + 1
     chosen = sorted(bad[: min(fit, _RESPONSES)], key=lambda r: r.call)
     moved = [(r, lags) for r in chosen if (lags := _lags(r)) is not None]
-    if not moved:
+    if not moved or len(moved) < RARE * len(chosen):
         return None
     parts = []
     for scores, lags in moved:

@@ -24,6 +24,8 @@ BAD = 0.05
 # a match leaves so much of a token's gap at most, for so many tokens at least
 CLOSE = 0.25
 SHARE = 0.85
+# what explains so few of the responses that disagree is chance among many
+RARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +87,8 @@ def shift(sample: PairSample) -> Finding | None:
     lag = Counter(m.lag for m in found).most_common(1)[0][0]
     agreeing = [m for m in found if m.lag == lag]
     log = sum(m.log_chance for m in agreeing) + log_choose(len(every), len(agreeing))
-    if log > RAISED or len(agreeing) < 0.5 * len(found):
+    bad = sum(r.gap > BAD for r in every)
+    if log > RAISED or len(agreeing) < max(0.5 * len(found), RARE * bad):
         return None
     tokens = sum(m.tokens for m in agreeing)
     gap, left = (sum(v * m.tokens for m, v in zip(agreeing, values, strict=True)) / tokens
