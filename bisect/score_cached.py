@@ -51,12 +51,13 @@ def _sides(sample: PairSample) -> Iterator[tuple[str, Ints]]:
 def _finding(
     sample: PairSample, gaps: Gaps, chosen: Bools, log: float, where: str, *evidence: str
 ) -> Finding:
-    here, rest = (float(np.abs(gaps.d[part]).mean()) for part in (chosen, ~chosen))
+    here = float(np.abs(gaps.d[chosen]).mean())
+    rest = "" if chosen.all() else f", elsewhere {np.abs(gaps.d[~chosen]).mean():.4f}"
     return Finding(
         test="cached prefix",
         pair=sample.name,
         side=None,
-        summary=f"{where}: {here:.4f} nat apart, elsewhere {rest:.4f}",
+        summary=f"{where}: {here:.4f} nat apart{rest}",
         evidence=evidence,
         false_alarm=chance(log),
         explains=explained(gaps, chosen),
@@ -113,13 +114,17 @@ def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
                     f"calls that stand apart for another reason match by chance: "
                     f"{chance(match):.1e}",
                 )
-        if len(np.unique(mine)) >= len(mine) / 2 and len(mine) >= 8:
-            correlation = float(np.mean(normal_ranks(mine.astype(float)) * normal_ranks(level)))
+        # the samples of a prompt share its cached length: together they are one draw
+        _, own = np.unique(sample.prompt[calls], return_inverse=True)
+        each = np.bincount(own)
+        lengths, heights = (np.bincount(own, values) / each for values in (mine, level))
+        if len(np.unique(lengths)) >= len(each) / 2 and len(each) >= 8:
+            correlation = float(np.mean(normal_ranks(lengths) * normal_ranks(heights)))
             if correlation > 0.8 and float(mean.mean()) >= NATURAL:
-                z = math.atanh(min(correlation, 1 - 1e-9)) * math.sqrt(len(mine) - 3)
+                z = math.atanh(min(correlation, 1 - 1e-9)) * math.sqrt(len(each) - 3)
                 yield _finding(
                     sample, gaps, chosen if not has.all() else np.ones(len(gaps.d), bool),
                     log_normal_tail(z) + math.log(4), f"calls with a long cached prefix in {name}",
                     f"rank correlation of its length with the gap {correlation:.2f} over "
-                    f"{len(mine)} calls",
+                    f"{len(each)} prompts",
                 )
