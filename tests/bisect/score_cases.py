@@ -16,7 +16,7 @@ from layerbisect.captures.record_file import ScoreRecord
 from tests.bisect.score_faults_bookkeeping import BOOKKEEPING
 from tests.bisect.score_faults_engines import ENGINES
 from tests.bisect.score_faults_weights import WEIGHTS
-from tests.bisect.score_lab import Precision, before, prompts, score
+from tests.bisect.score_lab import Precision, before, score
 from tests.bisect.score_runs import Bench, Case, Family, Three, record, three
 
 FAULTS: dict[str, Case] = {**BOOKKEEPING, **ENGINES, **WEIGHTS}
@@ -164,7 +164,7 @@ def _steps(bench: Bench) -> list[ScoreRecord]:
 
 
 def _many_groups(bench: Bench) -> list[ScoreRecord]:
-    return [_kept(three(bench.lab(), asked=prompts(8, count=16), samples=1, length=64))]
+    return [_kept(bench.sound(count=16, samples=1))]
 
 
 CONTROLS: dict[str, Control] = {

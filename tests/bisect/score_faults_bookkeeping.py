@@ -254,7 +254,7 @@ def lower_by_a_tenth(column: str) -> Callable[[Bench], list[ScoreRecord]]:
 
 def first_token_raw(bench: Bench) -> list[ScoreRecord]:
     """The first token's score is of another distribution, as prefill and decode report apart."""
-    run = bench.sound(samples=8)
+    run = bench.sound(count=16, samples=1)
 
     def cool(scores: Columns) -> None:
         for values, rows, sample in zip(scores["A"], run.rollout.raw, run.samples, strict=True):

@@ -171,16 +171,17 @@ class Bench:
         family: Family = "dense",
         precision: Precision = "mixed",
         seed: int = 0,
+        count: int = 4,
         samples: int = 2,
         longest: int = 40,
     ) -> Three:
-        """A run of three sound engines, with prompts of 10 tokens to ``longest``."""
+        """A run of three sound engines, with ``count`` prompts of 10 tokens to ``longest``."""
 
         def make() -> Three:
-            asked = prompts(seed, longest=longest)
+            asked = prompts(seed, count, longest=longest)
             return three(self.lab(family, precision), seed=seed, asked=asked, samples=samples)
 
-        made: Three = self._once(("sound", family, precision, seed, samples, longest), make)
+        made: Three = self._once(("sound", family, precision, seed, count, samples, longest), make)
         return made
 
     def heated(self, heat: float, family: Family = "dense") -> Three:
