@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from layerbisect.bisect.score_report import ScoreReport
+    from layerbisect.bisect.scores.report import ScoreReport
 
 SCHEMA = 1
 Status = Literal["agree", "divergent", "unstable", "inconclusive"]

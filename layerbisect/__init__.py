@@ -23,11 +23,11 @@ from layerbisect.captures.errors import LayerBisectError
 if TYPE_CHECKING:
     from os import PathLike
 
-    from layerbisect.bisect.judge_scores import judge
     from layerbisect.bisect.locate import bisect
     from layerbisect.bisect.progress import Progress
+    from layerbisect.bisect.scores.judge import judge
     from layerbisect.bisect.verdict import Verdict
-    from layerbisect.captures.record_file import ScoreRecord
+    from layerbisect.captures.record.file import ScoreRecord
     from layerbisect.captures.store import Capture
     from layerbisect.captures.transformers_capture import capture
 
@@ -46,10 +46,10 @@ __all__ = [
 
 _HOMES = {
     "Capture": "layerbisect.captures.store",
-    "ScoreRecord": "layerbisect.captures.record_file",
+    "ScoreRecord": "layerbisect.captures.record.file",
     "Verdict": "layerbisect.bisect.verdict",
     "capture": "layerbisect.captures.transformers_capture",
-    "judge": "layerbisect.bisect.judge_scores",
+    "judge": "layerbisect.bisect.scores.judge",
 }
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.score_compare import Comparison, Row
+from layerbisect.bisect.scores.side_by_side import Comparison, Row
 from layerbisect.wording import count
 
 _MARKS = {True: "within", False: "OUT", None: "-"}

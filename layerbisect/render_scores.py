@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.score_report import Effect, Finding, PairReport, ScoreReport, TokenGap
+from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
 from layerbisect.render import STYLES, side_words
 from layerbisect.wording import count, listed, percent, times

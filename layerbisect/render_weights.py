@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.verdict import Status
-from layerbisect.bisect.weight_report import KINDS, Group, WeightReport, described
+from layerbisect.bisect.weight_diff.report import KINDS, Group, WeightReport, described
 from layerbisect.render import side_words
 from layerbisect.wording import count, listed, size
 

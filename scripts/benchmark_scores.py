@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from layerbisect.captures.record import Call, RecordInfo, Scoring
-from layerbisect.captures.record_file import ScoreRecord
+from layerbisect.captures.record.call import Call, RecordInfo, Scoring
+from layerbisect.captures.record.file import ScoreRecord
 
 PER_FILE = 500
 COLUMNS = ("A", "B0", "B1", "C0", "C1")

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerbisect.bisect.judge_scores import judge
-from layerbisect.bisect.score_compare import compare_runs
-from layerbisect.bisect.score_update import judge_update
+from layerbisect.bisect.scores.judge import judge
+from layerbisect.bisect.scores.side_by_side import compare_runs
+from layerbisect.bisect.scores.update import judge_update
 from layerbisect.bisect.verdict import Verdict
-from layerbisect.bisect.weight_compare import compare
-from layerbisect.captures.record_file import ScoreRecord
-from layerbisect.captures.replay_rollout import replay
+from layerbisect.bisect.weight_diff.compare import compare
+from layerbisect.captures.record.file import ScoreRecord
+from layerbisect.captures.record.replay import replay
 from layerbisect.render_weights import headline as weights_headline
 from scripts import published_scores as published
 from scripts.reproduce_report import Report, agrees, convicts, maes

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from layerbisect.captures.collect_rollout import collect
-from layerbisect.captures.collect_trainer import score
-from layerbisect.captures.record import Call
-from layerbisect.captures.record_file import ScoreRecord
-from layerbisect.captures.score_extraction import TokenScores
-from layerbisect.captures.score_steps import ScoreSteps
-from layerbisect.captures.sglang_worker import Worker
+from layerbisect.captures.record.call import Call
+from layerbisect.captures.record.extraction import TokenScores
+from layerbisect.captures.record.file import ScoreRecord
+from layerbisect.captures.record.rollout import collect
+from layerbisect.captures.record.trainer import score
+from layerbisect.captures.score_steps.watch import ScoreSteps
+from layerbisect.captures.sglang.worker import Worker
 from layerbisect.loading import load_model
 from layerbisect.models import make_tiny
 from scripts.published_scores import OFFSET

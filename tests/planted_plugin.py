@@ -256,8 +256,8 @@ class Planter:
 
 def break_taps() -> None:
     """Let the table name a module that is not there, fail, and show rows of no pass."""
-    from layerbisect.captures import sglang_adapter
     from layerbisect.captures.recorder import Tap
+    from layerbisect.captures.sglang import adapter as sglang_adapter
 
     whole = sglang_adapter.taps
 

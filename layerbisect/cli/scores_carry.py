@@ -53,11 +53,11 @@ def carry(
       layerbisect scores carry t0.safetensors http://127.0.0.1:30000 --model policy-1 \\
           --out t1.safetensors --weight-version 1
     """
-    from layerbisect.bisect.score_update import judge_update
-    from layerbisect.captures.collect_trainer import score
-    from layerbisect.captures.record_file import ScoreRecord
-    from layerbisect.captures.replay_rollout import replay
-    from layerbisect.captures.sglang_worker import Worker
+    from layerbisect.bisect.scores.update import judge_update
+    from layerbisect.captures.record.file import ScoreRecord
+    from layerbisect.captures.record.replay import replay
+    from layerbisect.captures.record.trainer import score
+    from layerbisect.captures.sglang.worker import Worker
     from layerbisect.loading import load_model
     from layerbisect.progress import shown
     from layerbisect.render_scores import render_scores

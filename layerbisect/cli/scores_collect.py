@@ -84,9 +84,9 @@ def collect(
     """
     if (prompts is None) == (saved is None):
         raise LayerBisectError("give either --prompts to generate from, or --saved with an A")
-    from layerbisect.captures.collect_rollout import collect as generate
-    from layerbisect.captures.replay_rollout import replay
-    from layerbisect.captures.sglang_worker import Worker
+    from layerbisect.captures.record.replay import replay
+    from layerbisect.captures.record.rollout import collect as generate
+    from layerbisect.captures.sglang.worker import Worker
     from layerbisect.progress import shown
 
     first = Worker(worker, timeout=timeout)
@@ -117,8 +117,8 @@ def collect(
             )
         else:
             assert saved is not None
-            from layerbisect.captures.record_file import ScoreRecord
-            from layerbisect.captures.saved_rollout import read_rollout
+            from layerbisect.captures.record.file import ScoreRecord
+            from layerbisect.captures.record.saved import read_rollout
 
             open_saved = ScoreRecord.open if saved.suffix == ".safetensors" else read_rollout
             progress.start("replaying", passes)
@@ -164,15 +164,15 @@ def trainer(
 ) -> int:
     """Add C0, C1, ... and C.grad, the gradient-enabled forward, to the file RECORD.
 
-    For another trainer, call `layerbisect.captures.collect_trainer.score` in its own process with a
+    For another trainer, call `layerbisect.captures.record.trainer.score` in its own process with a
     function that scores.
 
     \b
     Example:
       layerbisect scores trainer run.safetensors --model policy
     """
-    from layerbisect.captures.collect_trainer import score
-    from layerbisect.captures.record_file import ScoreRecord
+    from layerbisect.captures.record.file import ScoreRecord
+    from layerbisect.captures.record.trainer import score
     from layerbisect.loading import load_model
     from layerbisect.progress import shown
 

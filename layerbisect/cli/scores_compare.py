@@ -34,8 +34,8 @@ def compare(before: Path, after: Path, control: tuple[Path, ...], as_json: bool)
     Example:
       layerbisect scores compare fault.safetensors fixed.safetensors --control clean.safetensors
     """
-    from layerbisect.bisect.score_compare import compare_runs
-    from layerbisect.captures.record_file import open_all
+    from layerbisect.bisect.scores.side_by_side import compare_runs
+    from layerbisect.captures.record.file import open_all
     from layerbisect.render_compare import render_comparison
 
     runs = open_all([before]), open_all([after])

@@ -54,8 +54,8 @@ def judge(
       layerbisect scores judge run.safetensors
       layerbisect scores judge step-0.safetensors step-1.safetensors --tolerance 0.02 --json
     """
-    from layerbisect.bisect.judge_scores import judge as judge_records
-    from layerbisect.captures.record_file import open_all
+    from layerbisect.bisect.scores.judge import judge as judge_records
+    from layerbisect.captures.record.file import open_all
     from layerbisect.progress import shown
     from layerbisect.render_scores import render_scores
 

@@ -31,7 +31,7 @@ def weights(
 
     ROLLOUT and TRAINER are checkpoint directories or weight snapshots. An SGLang server that was
     started with LAYERBISECT_WEIGHTS=DIR writes a snapshot into DIR/000, 001, ... each time it is
-    asked for checksums; in a trainer `layerbisect.captures.weight_snapshot.save_weights(model,
+    asked for checksums; in a trainer `layerbisect.captures.weights.snapshot.save_weights(model,
     DIR)` writes one.
 
     \b
@@ -40,7 +40,7 @@ def weights(
           -d '{"action": "checksum"}'
       layerbisect weights weights/rollout/000 policy-step-8 --previous policy-step-7
     """
-    from layerbisect.bisect.weight_compare import compare
+    from layerbisect.bisect.weight_diff.compare import compare
     from layerbisect.progress import shown
     from layerbisect.render_weights import render_weights
 

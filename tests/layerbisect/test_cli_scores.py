@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from layerbisect.captures.record import Call, RecordInfo, Scoring
-from layerbisect.captures.record_file import ScoreRecord
+from layerbisect.captures.record.call import Call, RecordInfo, Scoring
+from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.cli import main
-from tests.bisect.score_making import Columns, run
+from tests.bisect.scores.making import Columns, run
 
 
 def invoke(*arguments: object) -> Result:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from layerbisect.captures.weight_format import Part, SnapshotInfo
-from layerbisect.captures.weight_snapshot import write_rank
+from layerbisect.captures.weights.format import Part, SnapshotInfo
+from layerbisect.captures.weights.snapshot import write_rank
 from layerbisect.cli import main
-from tests.bisect.weight_making import make_weights, updated, write_checkpoint
+from tests.bisect.weight_diff.making import make_weights, updated, write_checkpoint
 
 W = make_weights()
 U = updated(W)

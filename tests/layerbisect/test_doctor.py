@@ -23,7 +23,7 @@ EVERYTHING = {
     "triton": "3.8.0",
     "amd-aiter": "0.1.5",
 }
-ENTRY = metadata.EntryPoint("layerbisect", "layerbisect.captures.sglang_plugin:register", "group")
+ENTRY = metadata.EntryPoint("layerbisect", "layerbisect.captures.sglang.plugin:register", "group")
 
 
 @pytest.fixture

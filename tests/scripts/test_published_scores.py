@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from layerbisect.bisect.score_measure import PairMeasure
-from layerbisect.bisect.score_repeats import RepeatMeasure
-from layerbisect.captures.record import Call, Scoring
+from layerbisect.bisect.scores.measure import PairMeasure
+from layerbisect.bisect.scores.repeats import RepeatMeasure
+from layerbisect.captures.record.call import Call, Scoring
 from scripts import published_scores as published
 
 

@@ -1,0 +1,152 @@
+"""From measured scores to a verdict: what stands apart, whose it is, and what was ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layerbisect.bisect.scores.conditions import stale
+from layerbisect.bisect.scores.decision_map import CLEAR, PATHS, SIDES, Shape, shapes
+from layerbisect.bisect.scores.explain import Judged, coverage, reasons, ruled_out, said
+from layerbisect.bisect.scores.next_step import next_step
+from layerbisect.bisect.scores.report import PairReport, ScoreReport, StepReport
+from layerbisect.bisect.shapes.table import PAIRING, PLACES
+from layerbisect.bisect.verdict import Culprit, Status, Verdict
+
+
+def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> Verdict:
+    """Conclude one step; ``before`` are the steps that were judged already."""
+    scores, standing = judged.scores, judged.standing
+    convicting = shapes(scores.findings, standing.letter, scores.tolerance, scores.floors)
+    unlike = judged.unlike
+    moved = [r for r in scores.repeats if r.moved_tokens]
+    weights = stale(judged.weights(), before, step, standing)
+    culprits = [] if weights is None else [_of_weights(*weights, judged)]
+    # what other weights do to scores may look like a shape of the trainer's
+    culprits += [_of_shape(s, judged) for s in convicting if weights is None or s.letter == "A"]
+    path = _of_path(judged, convicting, bool(weights))
+    if path is not None:
+        culprits.append(path)
+    gradient = _of_gradient(judged)
+    if gradient is not None:
+        culprits.append(gradient)
+    clear = any(p.gap.mae > CLEAR * scores.floors.get(p.name, 0.0) for p in standing.apart)
+    status: Status = "agree"
+    if unlike and (standing.apart or culprits):
+        status, culprits = "inconclusive", []
+    elif culprits and (clear or gradient or convicting) or standing.apart and clear:
+        status = "divergent"
+    elif moved or standing.hidden:
+        status, culprits = "unstable", []
+    gap = _main(scores).gap
+    return Verdict(
+        status=status,
+        gap=gap,
+        culprits=tuple(culprits),
+        ruled_out=ruled_out(judged, convicting),
+        rounding_budget=None,
+        coverage=coverage(judged),
+        next=next_step(status, culprits, standing, moved),
+        reasons=reasons(status, judged, unlike, moved, culprits, before, step),
+        scores=scores,
+    )
+
+
+def _main(scores: ScoreReport) -> PairReport:
+    """A-C where both are there, else the one gap between engines or paths that is."""
+    best = next((p for p in scores.pairs if p.first == "A" and p.second[0] == "C"), None)
+    return best or scores.pairs[-1 if scores.pairs[-1].second != "C.grad" else 0]
+
+
+def _of_shape(shape: Shape, judged: Judged) -> Culprit:
+    found, letter = shape.finding, shape.letter
+    operator = None
+    side = "unknown" if letter is None else SIDES[letter]
+    path = "" if letter is None else PATHS[letter]
+    if found.test not in PLACES:
+        operator = "inputs" if found.test in PAIRING else "logprob"
+    elif letter == "C":
+        # A and B share weights and engine: what computes both otherwise than C may be at fault
+        side, path = "unknown", f"{path}, or of A and B alike"
+    return Culprit(
+        layer=None,
+        point="logprob",
+        operator=operator,
+        side=side,
+        share_of_gap=found.explains,
+        own_error=_times(found.mae, judged),
+        floor=1.0,
+        where=" of ".join(part for part in (found.where or "all response tokens", path) if part),
+        evidence=(
+            f"{found.test}: {found.summary}",
+            *found.evidence,
+            f"seen in {found.pair}; chance of a false alarm {found.false_alarm:.0e}",
+        ),
+    )
+
+
+def _times(mae: float, judged: Judged) -> float:
+    """How many times the gap between the two columns that agree."""
+    rest = judged.standing.rest
+    return mae / rest.gap.mae if rest is not None and rest.gap.mae else float("nan")
+
+
+def _of_weights(side: str, evidence: tuple[str, ...], judged: Judged) -> Culprit:
+    worst = max(judged.standing.apart, key=lambda pair: pair.gap.mae)
+    return Culprit(
+        layer=None,
+        point="weights",
+        operator="weights",
+        side=side,
+        share_of_gap=None,
+        own_error=_times(worst.gap.mae, judged),
+        floor=1.0,
+        where="all response tokens",
+        evidence=evidence,
+    )
+
+
+def _of_path(judged: Judged, shaped: Sequence[Shape], stale_weights: bool) -> Culprit | None:
+    """A or B that differs from both others, without a shape: its path is as far as scores see.
+
+    C that differs so is no culprit: rollout's weights, the trainer's and its forward make the same.
+    """
+    letter, rest = judged.standing.letter, judged.standing.rest
+    if letter is None or letter == "C" or rest is None or stale_weights:
+        return None
+    if any(shape.letter in (letter, None) for shape in shaped):
+        return None
+    mine = [p for p in judged.standing.apart if letter in (p.first[0], p.second[0])]
+    return Culprit(
+        layer=None,
+        point="logprob",
+        operator=None,
+        side=SIDES[letter],
+        share_of_gap=None,
+        own_error=_times(min(p.gap.mae for p in mine), judged),
+        floor=1.0,
+        where=PATHS[letter],
+        evidence=(
+            f"{' and '.join(said(p) for p in mine)}, while {said(rest)}",
+            "no shape that score arrays can show",
+        ),
+    )
+
+
+def _of_gradient(judged: Judged) -> Culprit | None:
+    scores = judged.scores
+    pair = next((p for p in scores.pairs if p.second == "C.grad"), None)
+    if pair is None or pair.gap.mae <= max(
+        scores.tolerance, CLEAR * max((r.mae for r in scores.repeats if r.letter == "C"), default=0)
+    ):
+        return None
+    return Culprit(
+        layer=None,
+        point="logprob",
+        operator=None,
+        side="trainer",
+        share_of_gap=None,
+        own_error=float("nan"),
+        floor=1.0,
+        where="the gradient-enabled forward (C.grad)",
+        evidence=(f"{said(pair)}: dropout, recomputation or routing differ from the frozen C",),
+    )

@@ -1,0 +1,92 @@
+"""What the scores' own conditions say: definitions, weights, and updates that one side missed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from layerbisect.bisect.scores.decision_map import SIDES, Standing
+from layerbisect.bisect.scores.report import StepReport
+from layerbisect.captures.record.call import Scoring, is_score
+
+
+def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
+    """Say which columns were not scored alike, so that their difference means nothing.
+
+    ``records`` are the columns of the records that are judged as one step.
+    """
+    said = []
+    definitions: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
+    digests: dict[tuple[str, str], set[str]] = {}
+    for columns in records:
+        for column, scoring in columns.items():
+            if not is_score(column) or column == "behavior":
+                continue
+            if scoring.definition != "unknown":
+                definitions.setdefault(column, set()).add(scoring.definition)
+            if scoring.weight_version:
+                versions.setdefault(column, set()).add(scoring.weight_version)
+            if scoring.digest:
+                # every worker, sharded in its own way, may have a digest of its own
+                digests.setdefault((SIDES[column[0]], scoring.worker), set()).add(scoring.digest)
+    if len(set().union(*definitions.values())) > 1:
+        listed = ", ".join(f"{c} {' and '.join(sorted(d))}" for c, d in definitions.items())
+        said.append(
+            f"the columns are different probabilities ({listed}); score all of them raw, and keep "
+            "what was sampled from in the column behavior"
+        )
+    for label, letters in (("rollout", "AB"), ("trainer", "C")):
+        named = {column: v for column, v in versions.items() if column[0] in letters}
+        if len(set().union(*named.values())) > 1:
+            listed = ", ".join(f"{c} under {' and '.join(sorted(v))}" for c, v in named.items())
+            said.append(f"the {label}'s weights changed between its scores ({listed}); score again")
+        elif any(len(d) > 1 for (side, _), d in digests.items() if side == label):
+            said.append(f"the {label}'s weights changed between its scores; score again")
+    return tuple(said)
+
+
+def stale(
+    weights: Mapping[str, str],
+    before: Sequence[StepReport],
+    step: int | None,
+    standing: Standing,
+) -> tuple[str, tuple[str, ...]] | None:
+    """Say which side missed an update, and the evidence; None where nothing shows it.
+
+    Needs B and C apart, and a step before at which both said what their weights were. Versions that
+    differ convict nobody: each side may count in its own way.
+    """
+    between = [p for p in standing.apart if p.first[0] in "AB" and p.second[0] == "C"]
+    if not between or standing.letter in ("A", "B"):
+        return None
+    last = before[-1] if before else None
+    if last is not None and weights.keys() == last.weights.keys() == {"rollout", "trainer"}:
+        same = {side for side in weights if weights[side] == last.weights[side]}
+        if len(same) == 1:
+            side = same.pop()
+            other = "trainer" if side == "rollout" else "rollout"
+            return side, (
+                f"from step {last.step} to step {step} the {other}'s weights changed and the "
+                f"{side}'s did not",
+                *(
+                    f"{pair.name} went from {last.maes[pair.name]:.6f} to {pair.gap.mae:.6f} nat"
+                    for pair in between
+                    if pair.name in last.maes
+                ),
+            )
+    return None
+
+
+def versions(columns: Mapping[str, Scoring]) -> str | None:
+    """Say where the two sides name their weights differently; None where they don't."""
+    named = {
+        label: {s.weight_version for c, s in columns.items() if c[0] in letters} - {None}
+        for label, letters in (("rollout", "AB"), ("trainer", "C"))
+    }
+    if all(len(names) == 1 for names in named.values()) and named["rollout"] != named["trainer"]:
+        rollout, trainer = (names.pop() for names in named.values())
+        return (
+            f"the rollout calls its weights {rollout!r} and the trainer {trainer!r}: where both "
+            "count alike, these are other weights"
+        )
+    return None

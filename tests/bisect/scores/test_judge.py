@@ -1,0 +1,308 @@
+"""The decision map: which of A, B and C differs, and what that means."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerbisect.bisect.scores import seek as score_seek
+from layerbisect.bisect.scores.judge import judge
+from layerbisect.captures.errors import RecordError
+from layerbisect.captures.record.call import Call, RecordInfo, Scoring
+from layerbisect.captures.record.file import ScoreRecord
+from tests.bisect.scores.making import Change, Columns, below, run
+
+Generator = np.random.Generator
+
+
+def lowered(*columns: str, by: float = 0.1, start: int = 0) -> Change:
+    def change(scores: Columns, _: Generator) -> Columns:
+        for column in columns:
+            scores[column][start:] -= by
+        return scores
+
+    return change
+
+
+def noisy(*columns: str, size: float = 0.5) -> Change:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        error = generator.normal(size=len(scores["A"])) * size
+        for column in columns:
+            scores[column] = below(scores[column] + error)
+        return scores
+
+    return change
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clean_run_agrees_and_raises_nothing(seed: int) -> None:
+    verdict = judge([run(seed)])
+    assert (verdict.status, verdict.culprits) == ("agree", ())
+    assert verdict.scores is not None
+    assert not [f for f in verdict.scores.findings if f.false_alarm <= 1e-6]
+
+
+def test_a_lowered_a_is_found_from_its_first_token_on() -> None:
+    verdict = judge([run(1, change=lowered("A", start=1))])
+    assert verdict.status == "divergent" and verdict.exit_code == 1
+    (culprit,) = verdict.culprits
+    assert (culprit.side, culprit.operator, culprit.layer) == ("rollout", "logprob", None)
+    assert "constant offset" in culprit.evidence[0] and "0.100" in culprit.evidence[0]
+    assert culprit.where == "response positions >= 1 of generation (A)"
+    assert culprit.share_of_gap is not None and culprit.share_of_gap > 0.9
+
+
+def test_a_lowered_c_is_the_trainers() -> None:
+    verdict = judge([run(2, change=lowered("C0", "C1"))])
+    (culprit,) = verdict.culprits
+    assert (culprit.side, culprit.operator) == ("trainer", "logprob")
+    assert "constant offset" in culprit.evidence[0]
+
+
+def test_two_faults_are_two_culprits() -> None:
+    def both(scores: Columns, generator: Generator) -> Columns:
+        scores = lowered("A", by=0.1)(scores, generator)
+        return lowered("C0", "C1", by=0.4)(scores, generator)
+
+    verdict = judge([run(3, change=both)])
+    assert {c.side for c in verdict.culprits} >= {"trainer"}
+    assert verdict.status == "divergent"
+
+
+def test_noise_in_a_alone_is_the_generation_path() -> None:
+    verdict = judge([run(4, change=noisy("A"))])
+    (culprit,) = verdict.culprits
+    assert (culprit.side, culprit.operator, culprit.where) == ("rollout", None, "generation (A)")
+    assert "decode,prefill" in verdict.next
+
+
+def test_noise_in_b_alone_is_the_replay() -> None:
+    verdict = judge([run(5, change=noisy("B0", "B1"))])
+    (culprit,) = verdict.culprits
+    assert culprit.where == "the prefill replay (B)"
+
+
+def test_noise_in_c_alone_accuses_nobody() -> None:
+    verdict = judge([run(6, change=noisy("C0", "C1"))])
+    assert (verdict.status, verdict.culprits) == ("divergent", ())
+    assert "C differs from A and B" in " ".join(verdict.reasons)
+    assert "layerbisect weights" in verdict.next
+
+
+def test_moving_repeats_are_unstable_and_named() -> None:
+    def moves(scores: Columns, _: Generator) -> Columns:
+        scores["B1"][22] -= 0.443738
+        return scores
+
+    verdict = judge([run(7, change=moves)])
+    assert (verdict.status, verdict.exit_code, verdict.culprits) == ("unstable", 2, ())
+    assert verdict.scores is not None
+    (report,) = [r for r in verdict.scores.repeats if r.letter == "B"]
+    assert report.moved_tokens == 8
+    assert {(m.call, m.position) for m in report.moved} == {(f"s{n}", 22) for n in range(8)}
+    assert "response position 22" in verdict.reasons[0]
+
+
+def test_one_token_that_moves_is_enough() -> None:
+    record = run(8)
+    moved = {call.name: call.scores["B1"].copy() for call in record}
+    moved["s3"][22] -= 0.443738
+    calls = [
+        Call.of(c.name, c.prompt, c.response, {**c.scores, "B1": moved[c.name]}) for c in record
+    ]
+    changed = ScoreRecord(record.info, calls)
+    verdict = judge([changed])
+    assert verdict.status == "unstable"
+    assert "s3 at response position 22" in verdict.reasons[0]
+    # a user whose engine moves may say how far it may
+    assert judge([changed], repeat_tolerance=0.5).status == "agree"
+
+
+def test_a_gap_far_beyond_moving_repeats_is_still_a_gap() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        scores["B1"] += generator.normal(size=len(scores["A"])) * 0.01
+        return lowered("A")(scores, generator)
+
+    verdict = judge([run(9, change=change)])
+    assert verdict.status == "divergent"
+    assert [c.side for c in verdict.culprits] == ["rollout"]
+    assert any("repeats of B differ" in reason for reason in verdict.reasons)
+
+
+def test_a_gap_within_its_repeats_is_unstable() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        for column in ("B0", "B1"):
+            error = generator.normal(size=len(scores["A"])) * 0.05
+            scores[column] = below(scores[column] + error)
+        return scores
+
+    verdict = judge([run(10, change=change)])
+    assert (verdict.status, verdict.culprits) == ("unstable", ())
+
+
+def test_two_columns_alone_tell_no_side() -> None:
+    record = run(11, change=lowered("C0", "C1"))
+    kept = {"A": Scoring(), "C0": Scoring()}
+    calls = [Call.of(c.name, c.prompt, c.response, {k: c.scores[k] for k in kept}) for c in record]
+    verdict = judge([ScoreRecord(RecordInfo(columns=kept), calls)])
+    (culprit,) = verdict.culprits
+    assert culprit.side == "unknown" and "constant offset" in culprit.evidence[0]
+    assert verdict.coverage.points.missing == ("B0", "B1", "C1")
+    assert any("C was scored once" in note for note in verdict.coverage.notes)
+
+
+def test_different_definitions_are_no_gap() -> None:
+    scoring = {"A": Scoring(definition="temperature", worker="w")}
+    verdict = judge([run(12, change=lowered("A"), scoring=scoring)])
+    assert (verdict.status, verdict.culprits) == ("inconclusive", ())
+    assert "different probabilities" in verdict.reasons[0]
+
+
+def test_a_gradient_enabled_forward_that_differs_is_named() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        scores["C.grad"] = scores["C0"] - np.abs(generator.normal(size=len(scores["A"])))
+        return scores
+
+    verdict = judge([run(13, change=change)])
+    (culprit,) = verdict.culprits
+    assert (verdict.status, culprit.side) == ("divergent", "trainer")
+    assert "C.grad" in culprit.where
+
+
+def test_a_step_whose_rollout_weights_stood_still_is_stale() -> None:
+    records = [
+        run(14, step=0, digests={"B": "r0", "C": "t0"}),
+        run(15, step=1, digests={"B": "r0", "C": "t1"}, change=noisy("C0", "C1", size=4.0)),
+        run(16, step=2, digests={"B": "r2", "C": "t2"}),
+    ]
+    verdict = judge(records)
+    (culprit,) = verdict.culprits
+    assert (culprit.operator, culprit.side, culprit.point) == ("weights", "rollout", "weights")
+    assert "from step 0 to step 1" in culprit.evidence[0]
+    assert verdict.scores is not None and [s.step for s in verdict.scores.steps] == [0, 1, 2]
+    assert "layerbisect weights" in verdict.next
+
+
+def test_a_trainer_that_stood_still_is_told_from_a_rollout_that_did() -> None:
+    records = [
+        run(17, step=0, digests={"B": "r0", "C": "t0"}),
+        run(18, step=1, digests={"B": "r1", "C": "t0"}, change=noisy("C0", "C1", size=4.0)),
+    ]
+    assert [c.side for c in judge(records).culprits] == ["trainer"]
+
+
+def test_steps_whose_weights_both_moved_accuse_no_update() -> None:
+    records = [
+        run(19, step=0, digests={"B": "r0", "C": "t0"}),
+        run(20, step=1, digests={"B": "r1", "C": "t1"}, change=noisy("C0", "C1", size=4.0)),
+    ]
+    verdict = judge(records)
+    assert verdict.status == "divergent"
+    assert not [c for c in verdict.culprits if c.operator == "weights" or c.side != "unknown"]
+
+
+def test_two_versions_of_one_side_are_inconclusive() -> None:
+    scoring = {
+        "A": Scoring(worker="w", weight_version="0"),
+        "B0": Scoring(worker="w", weight_version="1"),
+        "B1": Scoring(worker="w", weight_version="1"),
+    }
+    verdict = judge([run(21, scoring=scoring, change=noisy("A"))])
+    assert verdict.status == "inconclusive"
+    assert "weights changed between its scores" in verdict.reasons[0]
+
+
+def test_the_json_is_the_contract() -> None:
+    plain = json.loads(json.dumps(judge([run(1, change=lowered("A"))]).to_json(), allow_nan=False))
+    assert plain["schema"] == 1 and plain["status"] == "divergent"
+    assert [p["name"] for p in plain["scores"]["pairs"]] == ["A-B0", "B0-C0", "A-C0"]
+    assert plain["gap"]["unit"] == "nat" and plain["coverage"]["rows"]["joined"] == 1024
+
+
+def test_the_differences_close() -> None:
+    verdict = judge([run(0)])
+    assert verdict.scores is not None and verdict.scores.closing is not None
+    assert verdict.scores.closing < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(tolerance=0.0), "tolerance is 0"),
+        (dict(epsilon=float("nan")), "epsilon is nan"),
+        (dict(repeat_tolerance=-1.0), "repeat_tolerance is -1"),
+    ],
+)
+def test_impossible_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        judge([run(0)], **arguments)
+
+
+def test_one_column_is_nothing_to_judge() -> None:
+    call = Call.of("one", [1], [2], {"A": [-1.0]})
+    with pytest.raises(RecordError, match="two of A, B0 and C0 are needed"):
+        judge([ScoreRecord(RecordInfo(columns={"A": Scoring()}), [call])])
+    with pytest.raises(RecordError, match="no record to judge"):
+        judge([])
+
+
+def test_nothing_active_is_nothing_to_judge() -> None:
+    columns = {"A": Scoring(), "C0": Scoring()}
+    call = Call.of("one", [1], [2], {"A": [-1.0], "C0": [-1.0]}, mask=[0])
+    with pytest.raises(RecordError, match="no token"):
+        judge([ScoreRecord(RecordInfo(columns=columns), [call])])
+
+
+def test_few_mispaired_responses_of_many_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_seek, "SAMPLED_TOKENS", 64 * 128)
+    record = run(22, responses=1600)
+    calls = list(record)
+    for number in (301, 702, 1103, 1504):
+        # never one of the evenly spread
+        assert number % 25
+        scores = {**calls[number].scores}
+        other = run(1000 + number, responses=1)[0].scores
+        scores |= {name: other[name] for name in ("C0", "C1")}
+        one = calls[number]
+        calls[number] = Call.of(one.name, one.prompt, one.response, scores)
+    verdict = judge([ScoreRecord(record.info, calls)])
+    assert verdict.status == "divergent"
+    assert [(c.side, c.operator) for c in verdict.culprits] == [("trainer", "inputs")]
+    clean = judge([record])
+    assert (clean.status, clean.culprits) == ("agree", ())
+    assert "shapes were sought in 64 of 1600 responses" in clean.coverage.notes
+
+
+def test_an_outlier_is_named_though_the_mean_agrees() -> None:
+    record = run(23)
+    calls = list(record)
+    lower = calls[3].scores["C0"].copy()
+    lower[40] -= 2.5
+    scores = {**calls[3].scores, "C0": lower, "C1": lower}
+    calls[3] = Call.of(calls[3].name, calls[3].prompt, calls[3].response, scores)
+    verdict = judge([ScoreRecord(record.info, calls)])
+    assert verdict.status == "agree"
+    assert any("s3 at response position 40" in reason for reason in verdict.reasons)
+
+
+def test_records_of_one_step_under_two_weights_are_inconclusive() -> None:
+    one = run(24, digests={"B": "x", "A": "x"})
+    other = run(25, digests={"B": "y", "A": "y"}, change=noisy("A"))
+    calls = [Call.of("t" + c.name, c.prompt, c.response, c.scores) for c in other]
+    verdict = judge([one, ScoreRecord(other.info, calls)])
+    assert verdict.status == "inconclusive"
+    assert "the rollout's weights changed" in verdict.reasons[0]
+
+
+def test_logits_at_hand_split_the_gap() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        logit = generator.normal(size=len(scores["A"])) * 3
+        scores |= {"B0.logit": logit, "C0.logit": logit}
+        return noisy("C0", "C1", size=0.3)(scores, generator)
+
+    verdict = judge([run(26, change=change)])
+    assert verdict.scores is not None
+    (split,) = verdict.scores.splits
+    assert (split.first, split.second, split.kind) == ("B0", "C0", "normalizer")
+    assert "the model is not the cause" in split.summary
