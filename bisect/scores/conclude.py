@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from layerbisect.bisect.scores.conditions import stale
 from layerbisect.bisect.scores.decision_map import CLEAR, PATHS, SIDES, Shape, shapes
-from layerbisect.bisect.scores.explain import Judged, coverage, reasons, ruled_out, said
+from layerbisect.bisect.scores.explain import FEWEST, Judged, coverage, reasons, ruled_out, said
 from layerbisect.bisect.scores.next_step import next_step
 from layerbisect.bisect.scores.report import PairReport, ScoreReport, StepReport
 from layerbisect.bisect.shapes.table import PAIRING, PLACES
@@ -31,7 +31,7 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
         culprits.append(gradient)
     clear = any(p.gap.mae > CLEAR * scores.floors.get(p.name, 0.0) for p in standing.apart)
     status: Status = "agree"
-    if unlike and (standing.apart or culprits):
+    if scores.tokens < FEWEST or unlike and (standing.apart or culprits):
         status, culprits = "inconclusive", []
     elif culprits and (clear or gradient or convicting) or standing.apart and clear:
         status = "divergent"

@@ -120,9 +120,10 @@ def shapes(
         best = chosen.get(owner)
         if best is None or _weight(finding) > _weight(best):
             chosen[owner] = finding
-    if len(chosen) > 1:
-        # what could not be placed is most often the placed one seen from elsewhere
-        chosen.pop(None, None)
+    unplaced = chosen.get(None)
+    if unplaced is not None and set(_letters(unplaced.pair)) & chosen.keys():
+        # most often it is the placed one seen from elsewhere
+        del chosen[None]
     return tuple(Shape(finding, owner) for owner, finding in chosen.items())
 
 

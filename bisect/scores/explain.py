@@ -11,6 +11,9 @@ from layerbisect.bisect.scores.report import PairReport, RepeatReport, ScoreRepo
 from layerbisect.bisect.verdict import Coverage, CoveredRows, Culprit, Points, RuledOut, Status
 from layerbisect.captures.record.call import Scoring
 
+FEWEST = 32
+"""Tokens below which nothing is judged."""
+
 _FAR = 100.0
 """Times the tolerance: a token so far apart is named, whatever the mean says."""
 
@@ -111,6 +114,11 @@ def reasons(
     """Say why the status is what it is, what matters most first."""
     scores, standing = judged.scores, judged.standing
     sentences: list[str] = []
+    if scores.tokens < FEWEST:
+        sentences.append(
+            f"tokens scored by all columns: {scores.tokens}, too few to judge; score {FEWEST} or "
+            "more"
+        )
     if status == "inconclusive":
         sentences += unlike
     for report in moved:
@@ -163,6 +171,6 @@ def _where_to_look(judged: Judged, culprits: Sequence[Culprit]) -> str:
     if letter == "C" and not culprits:
         return (
             f"C differs from A and B, which agree ({apart}), and has no shape: weights, the model, "
-            "or another context in the trainer"
+            "its scoring, or another context in the trainer"
         )
     return f"{PATHS[letter]} differs from both others ({apart})"

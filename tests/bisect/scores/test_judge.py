@@ -306,3 +306,21 @@ def test_logits_at_hand_split_the_gap() -> None:
     (split,) = verdict.scores.splits
     assert (split.first, split.second, split.kind) == ("B0", "C0", "normalizer")
     assert "the model is not the cause" in split.summary
+
+
+def test_few_tokens_are_no_verdict() -> None:
+    for change in (None, lowered("A")):
+        verdict = judge([run(27, responses=1, tokens=31, change=change)])
+        assert (verdict.status, verdict.exit_code, verdict.culprits) == ("inconclusive", 2, ())
+        assert "31, too few to judge" in verdict.reasons[0]
+    assert judge([run(27, responses=1, tokens=32)]).status == "agree"
+
+
+def test_an_offset_is_not_lost_beside_a_temperature() -> None:
+    def both(scores: Columns, generator: Generator) -> Columns:
+        scores = noisy("C0", "C1", size=1.0)(scores, generator)
+        return lowered("A")(scores, generator)
+
+    verdict = judge([run(28, change=both)])
+    said = " ".join(sentence for c in verdict.culprits for sentence in c.evidence)
+    assert "constant offset: A is lower than B0" in said
