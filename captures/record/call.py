@@ -37,6 +37,9 @@ Definition = Literal["raw", "temperature", "behavior", "unknown"]
 """Which distribution a score is of: softmax of the logits, of the logits over the temperature, what
 the sampler drew from after filters and penalties, or nobody said."""
 
+_LARGEST = 1e6
+"""No model's score is larger; what stands for none often is."""
+
 _SCORE = re.compile(r"A|B\d+|C\d+|C\.grad|behavior")
 _COLUMN = re.compile(rf"(?:{_SCORE.pattern})(?:\.logit|\.entropy)?")
 
@@ -208,13 +211,14 @@ class Call:
                     f"{here} has {len(values)} scores in {column} for {len(self.response)} "
                     "response tokens"
                 )
-            wrong = ~np.isfinite(values) & (self.mask | ~np.isnan(values))
+            nobody = np.isnan(values) & ~self.mask
+            wrong = ~(np.abs(values) <= _LARGEST) & ~nobody
             if wrong.any():
                 place = int(wrong.argmax())
                 raise RecordError(
                     f"{here} has the score {values[place]} in {column} at response position "
-                    f"{place} (token {self.response[place]}); give finite scores, or leave the "
-                    "token out by the mask and its score nan"
+                    f"{place} (token {self.response[place]}); give scores as they were computed, "
+                    "or leave the token out by the mask and its score nan"
                 )
         for column, count in self.cached.items():
             if not 0 <= count <= total:

@@ -8,6 +8,7 @@ bounded by a call and not by the file.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +23,11 @@ from layerbisect.captures.format import to_json
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.stored import (
     CALLS_KEY,
+    DIGEST_SIZE,
+    DIGESTS_KEY,
     INFO_KEY,
     CallFacts,
+    Digests,
     Facts,
     StoredCalls,
 )
@@ -158,14 +162,17 @@ class ScoreRecord(Sequence[Call]):
             _check_keeps(ScoreRecord.open(target), self, target)
         tensors, metadata = _tensors(self)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
+        kept = "; what it held is kept" if target.exists() else ""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata)
+            # the library's own writer lets nobody but the owner read the file
+            temporary.write_bytes(save(tensors, metadata))
             os.replace(temporary, target)
         except OSError as error:
-            raise RecordError(f"cannot write {target}: {error}") from error
+            why = error.strerror or str(error)
+            raise RecordError(f"cannot write {target}: {why}{kept}") from error
         finally:
             temporary.unlink(missing_ok=True)
         return target
@@ -226,7 +233,17 @@ def _tensors(record: ScoreRecord) -> tuple[dict[str, NDArray[Any]], dict[str, st
         exact = np.array_equal(narrow.astype(np.float64), values, equal_nan=True)
         tensors[f"scores.{column}"] = narrow if exact else values
     facts = tuple(CallFacts(c.name, c.group, c.turn, c.cached, c.context) for c in calls)
-    return tensors, {INFO_KEY: to_json(record.info), CALLS_KEY: to_json(Facts(facts))}
+    digests = Digests(
+        {
+            name: hashlib.blake2b(np.ascontiguousarray(t), digest_size=DIGEST_SIZE).hexdigest()
+            for name, t in tensors.items()
+        }
+    )
+    return tensors, {
+        INFO_KEY: to_json(record.info),
+        CALLS_KEY: to_json(Facts(facts)),
+        DIGESTS_KEY: to_json(digests),
+    }
 
 
 def _narrow(parts: Sequence[NDArray[np.int64]]) -> NDArray[Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from layerbisect.captures.record.call import Call, RecordInfo
 
 INFO_KEY = "layerbisect.record"
 CALLS_KEY = "layerbisect.calls"
+DIGESTS_KEY = "layerbisect.digests"
+DIGEST_SIZE = 16
+_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +45,34 @@ class Facts:
     schema: int = SCHEMA
 
 
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of the stored tensors' bytes, by name (BLAKE2b)."""
+
+    tensors: Mapping[str, str]
+    schema: int = SCHEMA
+
+
 class StoredCalls(Sequence[Call]):
     """The calls of a file, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._identity: tuple[int, ...] | None = None
         metadata = self._read_header()
         try:
             self.info = from_text(RecordInfo, metadata[INFO_KEY])
             self._facts = from_text(Facts, metadata[CALLS_KEY]).calls
+            digests = from_text(Digests, metadata[DIGESTS_KEY]).tensors
         except CaptureError as error:
             raise RecordError(f"{path} {error}; collect the scores again") from None
         self.names = tuple(facts.name for facts in self._facts)
-        self._prompts = self._bounds("prompt_lengths")
-        self._responses = self._bounds("response_lengths")
-        self._starts = self._bounds("starts_lengths") if "starts" in self._stored else None
+        with self._opened() as file:
+            self._check_digests(file, digests)
+            self._prompts = self._bounds(file, "prompt_lengths")
+            self._responses = self._bounds(file, "response_lengths")
+            starts = "starts" in self._stored
+            self._starts = self._bounds(file, "starts_lengths") if starts else None
 
     def _read_header(self) -> dict[str, str]:
         from safetensors import SafetensorError, safe_open
@@ -65,12 +82,9 @@ class StoredCalls(Sequence[Call]):
         try:
             with safe_open(self._path, framework="np") as opened:
                 metadata: dict[str, str] = opened.metadata() or {}
-            # kept open: a record that is saved again takes the place of this file, and not of
-            # what was opened
-            self._file = os.open(self._path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
-            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-            self._stored: dict[str, Any] = json.loads(os.pread(self._file, length, 8))
+            with self._opened() as file:
+                length = int.from_bytes(os.pread(file, 8, 0), "little")
+                self._stored: dict[str, Any] = json.loads(os.pread(file, length, 8))
         except FileNotFoundError:
             raise RecordError(f"there is no record {self._path}; name the file of one") from None
         except (SafetensorError, OSError) as error:
@@ -78,19 +92,49 @@ class StoredCalls(Sequence[Call]):
                 f"{self._path} is no whole safetensors file ({error}); collect the scores again"
             ) from None
         self._data = 8 + length
-        if INFO_KEY not in metadata or CALLS_KEY not in metadata:
+        if not {INFO_KEY, CALLS_KEY, DIGESTS_KEY} <= metadata.keys():
             raise RecordError(f"{self._path} is a safetensors file, but no record of scores")
         return metadata
 
-    def _bounds(self, lengths: str) -> NDArray[np.int64]:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the file; raises RecordError where another one has taken its place."""
+        file = os.open(self._path, os.O_RDONLY)
+        try:
+            stat = os.fstat(file)
+            identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if self._identity not in (None, identity):
+                raise RecordError(
+                    f"{self._path} was written anew after it was opened; open it again"
+                )
+            self._identity = identity
+            yield file
+        finally:
+            os.close(file)
+
+    def _check_digests(self, file: int, digests: Mapping[str, str]) -> None:
+        for tensor, entry in self._stored.items():
+            if tensor == "__metadata__":
+                continue
+            start, stop = (self._data + offset for offset in entry["data_offsets"])
+            found = hashlib.blake2b(digest_size=DIGEST_SIZE)
+            for place in range(start, stop, _CHUNK):
+                found.update(os.pread(file, min(_CHUNK, stop - place), place))
+            if found.hexdigest() != digests.get(tensor):
+                raise RecordError(
+                    f"{self._path} is damaged: {tensor} is not what was written; collect the "
+                    "scores again"
+                )
+
+    def _bounds(self, file: int, lengths: str) -> NDArray[np.int64]:
         if lengths not in self._stored:
             raise RecordError(f"{self._path} is damaged: it lacks {lengths}")
-        found = self._read(lengths, 0, self._stored[lengths]["shape"][0])
+        found = self._read(file, lengths, 0, self._stored[lengths]["shape"][0])
         if len(found) != len(self._facts) or (len(found) and found.min() < 0):
             raise RecordError(f"{self._path} is damaged: its {lengths} do not fit its calls")
         return np.concatenate([[0], np.cumsum(found, dtype=np.int64)])
 
-    def _read(self, tensor: str, start: int, stop: int) -> NDArray[Any]:
+    def _read(self, file: int, tensor: str, start: int, stop: int) -> NDArray[Any]:
         entry = self._stored.get(tensor)
         if entry is None:
             raise RecordError(f"{self._path} is damaged: it lacks {tensor}")
@@ -101,8 +145,7 @@ class StoredCalls(Sequence[Call]):
                 f"{stop} are called for"
             )
         offset = self._data + entry["data_offsets"][0] + start * dtype.itemsize
-        data = os.pread(self._file, (stop - start) * dtype.itemsize, offset)
-        return np.frombuffer(data, dtype)
+        return np.frombuffer(os.pread(file, (stop - start) * dtype.itemsize, offset), dtype)
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -114,23 +157,25 @@ class StoredCalls(Sequence[Call]):
         facts = self._facts[number]
         p0, p1 = self._prompts[number : number + 2].tolist()
         r0, r1 = self._responses[number : number + 2].tolist()
-        starts = None
-        if self._starts is not None:
-            starts = self._read("starts", *self._starts[number : number + 2].tolist())
-        here = "positions" in self._stored
-        return Call.of(
-            facts.name,
-            self._read("prompt", p0, p1),
-            self._read("response", r0, r1),
-            {column: self._read(f"scores.{column}", r0, r1) for column in self.info.columns},
-            mask=self._read("mask", r0, r1),
-            positions=self._read("positions", p0 + r0, p1 + r1) if here else None,
-            starts=starts,
-            group=facts.group,
-            turn=facts.turn,
-            cached=facts.cached,
-            context=facts.context,
-        )
+        with self._opened() as file:
+            starts = positions = None
+            if self._starts is not None:
+                starts = self._read(file, "starts", *self._starts[number : number + 2].tolist())
+            if "positions" in self._stored:
+                positions = self._read(file, "positions", p0 + r0, p1 + r1)
+            return Call.of(
+                facts.name,
+                self._read(file, "prompt", p0, p1),
+                self._read(file, "response", r0, r1),
+                {c: self._read(file, f"scores.{c}", r0, r1) for c in self.info.columns},
+                mask=self._read(file, "mask", r0, r1),
+                positions=positions,
+                starts=starts,
+                group=facts.group,
+                turn=facts.turn,
+                cached=facts.cached,
+                context=facts.context,
+            )
 
     def __iter__(self) -> Iterator[Call]:
         return (self[index] for index in range(len(self)))

@@ -107,6 +107,7 @@ def test_columns_are_added_and_never_replaced(tmp_path: Path) -> None:
         (dict(scores={"A": [-1.0]}), "1 scores in A for 2 response tokens"),
         (dict(scores={"A": [-1.0, float("nan")]}), "score nan in A at response position 1"),
         (dict(scores={"A": [float("-inf"), -1.0]}, mask=[0, 1]), "score -inf in A"),
+        (dict(scores={"A": [-1e30, -1.0]}), "score -1e\\+30 in A"),
         (dict(scores={"A": ["x", "y"]}), "give one row of scores"),
         (dict(scores={"D": [-1.0, -1.0]}), "a column 'D'"),
         (dict(mask=[1, 2]), "mask value 2 at response position 1"),
@@ -167,16 +168,23 @@ def test_a_file_cut_off_or_changed_is_refused(tmp_path: Path) -> None:
     start, stop = header["mask"]["data_offsets"]
     data = 8 + length
     path.write_bytes(whole[: data + start] + b"\x07" * (stop - start) + whole[data + stop :])
-    with pytest.raises(RecordError, match="mask value 7"):
+    with pytest.raises(RecordError, match="mask is not what was written"):
+        ScoreRecord.open(path)
+    scores = header["scores.A"]["data_offsets"][0]
+    changed = bytearray(whole)
+    changed[data + scores] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(RecordError, match="scores.A is not what was written"):
         ScoreRecord.open(path)
 
 
-def test_what_was_opened_stays_what_it_was(tmp_path: Path) -> None:
+def test_what_took_the_place_of_a_record_is_not_read_for_it(tmp_path: Path) -> None:
     path = record(simple(), simple("two")).save(tmp_path / "r.safetensors")
     opened = ScoreRecord.open(path)
     opened.with_column("B0", {"one": [-0.1, -0.2], "two": [-0.3, -0.4]}, Scoring()).save(path)
-    assert opened.columns == ("A",)
-    assert [c.scores["A"].tolist() for c in opened] == [[-0.5, -1.5]] * 2
+    with pytest.raises(RecordError, match="written anew after it was opened"):
+        opened[0]
+    assert ScoreRecord.open(path).columns == ("A", "B0")
 
 
 def test_a_directory_stands_for_its_records(tmp_path: Path) -> None:
@@ -187,3 +195,28 @@ def test_a_directory_stands_for_its_records(tmp_path: Path) -> None:
 
 def test_repeats_come_by_number() -> None:
     assert replays(("B10", "B2", "A", "B2.logit", "C0"), "B") == ("B2", "B10")
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(simple()).save(tmp_path / "r.safetensors")
+    before = path.read_bytes()
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    wider = record(simple()).with_column("B0", {"one": [-0.25, -1.0]}, Scoring())
+    with pytest.raises(RecordError, match="No space left on device; what it held is kept"):
+        wider.save(path)
+    with pytest.raises(RecordError, match="cannot write .*No space left on device$"):
+        wider.save(tmp_path / "other.safetensors")
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_others_may_read_a_record(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    path = record(simple()).save(tmp_path / "r.safetensors")
+    assert path.stat().st_mode == plain.stat().st_mode
