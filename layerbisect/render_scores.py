@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from layerbisect.bisect.scores.explain import chance
 from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
 from layerbisect.render import STYLES, side_words
@@ -36,9 +37,11 @@ def render_scores(verdict: Verdict, console: Console, *, verbose: bool = False) 
     _Page(verdict, console, verbose).print()
 
 
-def exact(value: float) -> str:
-    """Write a difference with the six decimals of the published tables."""
-    return f"{value:.6f}" if math.isfinite(value) else "-"
+def exact(value: float, digits: int = 6) -> str:
+    """Write a difference, with the six decimals of the published tables where there is room."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e3 else f"{value:.{digits - 2}g}"
 
 
 class _Page:
@@ -96,17 +99,19 @@ class _Page:
     def _gaps(self, scores: ScoreReport) -> None:
         tokens = f"{count(scores.tokens, 'token')} of {count(scores.responses, 'response')}"
         self._title(f"gaps in nat, over {tokens}")
+        # eight columns of six decimals take 96
+        digits = 6 if self.console.width >= 96 else 4
         rows = [
             (
                 p.name,
-                f"{p.gap.signed_mean:+.6f}",
-                *(exact(v) for v in (p.gap.mae, p.gap.p95, p.gap.p99, p.gap.max)),
-                exact(p.first_token.mae) if p.first_token else "-",
-                exact(p.later.mae) if p.later else "-",
+                ("+" if p.gap.signed_mean >= 0 else "") + exact(p.gap.signed_mean, digits),
+                *(exact(v, digits) for v in (p.gap.mae, p.gap.p95, p.gap.p99, p.gap.max)),
+                exact(p.first_token.mae, digits) if p.first_token else "-",
+                exact(p.later.mae, digits) if p.later else "-",
             )
             for p in scores.pairs
         ]
-        headers = ("", "signed mean", "MAE", "p95", "p99", "max", "first token", "later")
+        headers = ("", "mean", "MAE", "p95", "p99", "max", "first", "later")
         self._table(headers, rows)
         for repeat in scores.repeats:
             pairs = ", ".join(repeat.pairs[:3]) + (" ..." if len(repeat.pairs) > 3 else "")
@@ -165,7 +170,7 @@ class _Page:
         for finding in rest:
             self._line(
                 f"{finding.pair}  {finding.test}: {finding.summary} (explains "
-                f"{percent(finding.explains)}, chance {finding.false_alarm:.0e})"
+                f"{percent(finding.explains)}, chance {chance(finding.false_alarm)})"
             )
             if self.verbose:
                 for sentence in finding.evidence:
@@ -175,6 +180,8 @@ class _Page:
         if self.verdict.status == "agree" and not self.verbose:
             return
         for pair in pairs:
+            if pair.gap.max == 0:
+                continue
             if self.verbose or pair is max(pairs, key=lambda p: p.gap.mae):
                 shown = pair.worst if self.verbose else pair.worst[:_SHOWN_TOKENS]
                 self._title(f"worst tokens of {pair.name}")

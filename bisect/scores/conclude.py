@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from layerbisect.bisect.scores.conditions import stale
 from layerbisect.bisect.scores.decision_map import CLEAR, PATHS, SIDES, Shape, shapes
-from layerbisect.bisect.scores.explain import FEWEST, Judged, coverage, reasons, ruled_out, said
+from layerbisect.bisect.scores.explain import (
+    FEWEST,
+    Judged,
+    chance,
+    coverage,
+    reasons,
+    ruled_out,
+    said,
+)
 from layerbisect.bisect.scores.next_step import next_step
 from layerbisect.bisect.scores.report import PairReport, ScoreReport, StepReport
 from layerbisect.bisect.shapes.table import PAIRING, PLACES
@@ -31,7 +39,7 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
         culprits.append(gradient)
     clear = any(p.gap.mae > CLEAR * scores.floors.get(p.name, 0.0) for p in standing.apart)
     status: Status = "agree"
-    if scores.tokens < FEWEST or unlike and (standing.apart or culprits):
+    if scores.tokens < FEWEST or unlike and (standing.apart or culprits or moved):
         status, culprits = "inconclusive", []
     elif culprits and (clear or gradient or convicting) or standing.apart and clear:
         status = "divergent"
@@ -45,7 +53,7 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
         ruled_out=ruled_out(judged, convicting),
         rounding_budget=None,
         coverage=coverage(judged),
-        next=next_step(status, culprits, standing, moved),
+        next=next_step(status, culprits, standing, moved, judged.columns),
         reasons=reasons(status, judged, unlike, moved, culprits, before, step),
         scores=scores,
     )
@@ -55,6 +63,10 @@ def _main(scores: ScoreReport) -> PairReport:
     """A-C where both are there, else the one gap between engines or paths that is."""
     best = next((p for p in scores.pairs if p.first == "A" and p.second[0] == "C"), None)
     return best or scores.pairs[-1 if scores.pairs[-1].second != "C.grad" else 0]
+
+
+# what scores cannot tell from a fault of C
+_ALIKE = "A and B agree with each other: what changes both of them alike would look the same"
 
 
 def _of_shape(shape: Shape, judged: Judged) -> Culprit:
@@ -79,7 +91,8 @@ def _of_shape(shape: Shape, judged: Judged) -> Culprit:
         evidence=(
             f"{found.test}: {found.summary}",
             *found.evidence,
-            f"seen in {found.pair}; chance of a false alarm {found.false_alarm:.0e}",
+            f"seen in {found.pair}; chance of a false alarm {chance(found.false_alarm)}",
+            *([_ALIKE] if letter == "C" and operator else []),
         ),
     )
 

@@ -18,6 +18,7 @@ def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
     definitions: dict[str, set[str]] = {}
     versions: dict[str, set[str]] = {}
     digests: dict[tuple[str, str], set[str]] = {}
+    held: dict[tuple[str | None, str], set[str]] = {}
     for columns in records:
         for column, scoring in columns.items():
             if not is_score(column) or column == "behavior":
@@ -27,13 +28,17 @@ def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
             if scoring.weight_version:
                 versions.setdefault(column, set()).add(scoring.weight_version)
             if scoring.digest:
-                # every worker, sharded in its own way, may have a digest of its own
                 digests.setdefault((SIDES[column[0]], scoring.worker), set()).add(scoring.digest)
+            if scoring.digest and column[0] in "AB":
+                # weights that are sharded in another way have another digest
+                layout = scoring.settings.get("tp_size")
+                held.setdefault((layout, scoring.digest), set()).add(scoring.worker)
     if len(set().union(*definitions.values())) > 1:
         listed = ", ".join(f"{c} {' and '.join(sorted(d))}" for c, d in definitions.items())
         said.append(
-            f"the columns are different probabilities ({listed}); score all of them raw, and keep "
-            "what was sampled from in the column behavior"
+            f"the columns are different probabilities ({listed}): score all of them raw (a server "
+            "with SGLANG_RETURN_ORIGINAL_LOGPROB=1 does at any temperature, and `scores collect` "
+            "is told by --original-logprobs)"
         )
     for label, letters in (("rollout", "AB"), ("trainer", "C")):
         named = {column: v for column, v in versions.items() if column[0] in letters}
@@ -42,6 +47,14 @@ def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
             said.append(f"the {label}'s weights changed between its scores ({listed}); score again")
         elif any(len(d) > 1 for (side, _), d in digests.items() if side == label):
             said.append(f"the {label}'s weights changed between its scores; score again")
+    for layout in {layout for layout, _ in held}:
+        holders = {digest: workers for (of, digest), workers in held.items() if of == layout}
+        if len(set().union(*holders.values())) > 1 < len(holders):
+            listed = "; ".join(f"{', '.join(sorted(w))} {d[:8]}" for d, w in holders.items())
+            said.append(
+                f"workers hold different weights (digests {listed}): their scores compare weights, "
+                "and not kernels; install the same ones and replay again"
+            )
     return tuple(said)
 
 

@@ -14,6 +14,7 @@ from layerbisect.captures.record.call import Scoring
 FEWEST = 32
 """Tokens below which nothing is judged."""
 
+_MOST = 0.5
 _FAR = 100.0
 """Times the tolerance: a token so far apart is named, whatever the mean says."""
 
@@ -48,6 +49,11 @@ def said(pair: PairReport) -> str:
     return f"{pair.name} has a mean absolute difference of {pair.gap.mae:.6f} nat"
 
 
+def chance(value: float) -> str:
+    """Write a chance; one that has no digits left is not called nothing."""
+    return f"{value:.0e}" if value > 0 else "below 1e-300"
+
+
 def ruled_out(judged: Judged, shaped: Sequence[Shape]) -> tuple[RuledOut, ...]:
     """Say what the gaps, the repeats and the silent tests exclude."""
     scores = judged.scores
@@ -69,6 +75,8 @@ def ruled_out(judged: Judged, shaped: Sequence[Shape]) -> tuple[RuledOut, ...]:
         hypothesis = meaning.get((pair.first[0], pair.second[0]))
         if hypothesis and not any(s.finding.pair == pair.name for s in shaped):
             out.append(RuledOut(hypothesis, said(pair)))
+    if scores.tokens < FEWEST:
+        return tuple(out)
     names = ", ".join(p.name for p in scores.pairs if p.second != "C.grad")
     out += [RuledOut(test, f"not seen in {names}") for test in scores.silent]
     return tuple(out)
@@ -133,6 +141,8 @@ def reasons(
         sentences.append(f"{said(pair)}, no more than {CLEAR:g} times what repeats differ by")
     if status == "divergent":
         sentences.append(_where_to_look(judged, culprits))
+    if status != "agree":
+        sentences += [few for pair in scores.pairs if (few := _few(pair))]
     rest = standing.rest
     if rest is not None and rest.gap.mae > scores.tolerance:
         sentences.append(
@@ -145,7 +155,8 @@ def reasons(
     named = versions(judged.columns)
     if status == "divergent" and named:
         sentences.append(named)
-    if status == "divergent" and before and before[-1].step is not None:
+    sound = bool(before) and all(mae <= scores.tolerance for mae in before[-1].maes.values())
+    if status == "divergent" and sound and before[-1].step is not None:
         sentences.append(
             f"step {before[-1].step} agreed and step {step} does not: it broke at an update"
         )
@@ -160,6 +171,24 @@ def _outlier(pair: PairReport) -> str:
     )
 
 
+def _few(pair: PairReport) -> str | None:
+    """Say so where the worst tokens alone make most of a gap."""
+    total = pair.gap.mae * pair.gap.rows
+    if pair.gap.rows < 20 * len(pair.worst) or not total:
+        return None
+    made = 0.0
+    for number, worst in enumerate(pair.worst, 1):
+        made += abs(worst.difference)
+        if made > _MOST * total:
+            tokens = "1 token makes" if number == 1 else f"{number} tokens make"
+            first = pair.worst[0]
+            return (
+                f"{tokens} {made / total:.1%} of {pair.name}; the worst is in {first.call} at "
+                f"response position {first.position} (token {first.token})"
+            )
+    return None
+
+
 def _where_to_look(judged: Judged, culprits: Sequence[Culprit]) -> str:
     standing = judged.standing
     letter: Letter | None = standing.letter
@@ -169,8 +198,10 @@ def _where_to_look(judged: Judged, culprits: Sequence[Culprit]) -> str:
             return f"A, B and C all differ ({apart}): more than one cause, or rounding of the model"
         return apart
     if letter == "C" and not culprits:
+        rest = standing.rest
+        near = rest is not None and rest.gap.mae <= judged.scores.tolerance
         return (
-            f"C differs from A and B, which agree ({apart}), and has no shape: weights, the model, "
-            "its scoring, or another context in the trainer"
+            f"C differs from A and B, which {'agree' if near else 'differ less'} ({apart}), and "
+            "has no shape: weights, the model, its scoring, or another context in the trainer"
         )
     return f"{PATHS[letter]} differs from both others ({apart})"

@@ -5,6 +5,7 @@ One pass over the calls measures everything; the tests for shapes then see a sam
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -115,13 +116,18 @@ def _measure(
 ) -> Judged:
     columns = records[0].info.columns
     for record in records[1:]:
-        if record.info.columns.keys() != columns.keys():
-            raise RecordError("the records hold different columns; judge them apart")
+        differing = sorted(record.info.columns.keys() ^ columns.keys())
+        if differing:
+            raise RecordError(
+                f"{_named(records[0])} and {_named(record)} differ in having {differing[0]}, and "
+                "count as one step; judge them apart, or collect each rollout with its --step"
+            )
     compared = compared_columns(columns)
     if not compared:
         have = ", ".join(c for c in columns if is_score(c)) or "no score"
         raise RecordError(
-            f"the record holds {have}; two of A, B0 and C0 are needed: collect the others first"
+            f"{_named(records[0])} holds {have}; two of A, B0 and C0 are needed: add C by "
+            "`layerbisect scores trainer`, or B by `layerbisect scores collect --saved`"
         )
     measures = [PairMeasure(first, second) for first, second in compared]
     trainer = next(iter(replays(columns, "C")), None)
@@ -182,6 +188,10 @@ def _measure(
     )
 
 
+def _named(record: ScoreRecord) -> str:
+    return str(record.path or "a record")
+
+
 class _Sums:
     """What is counted over all calls."""
 
@@ -191,8 +201,10 @@ class _Sums:
         self.closing: float | None = None
         self.cached: dict[str, int] = {}
         self.worst = WorstCalls()
+        self._seen: dict[bytes, int] = {}
 
     def add(self, call: Call, place: Place) -> None:
+        self._once(call, place)
         self.calls += 1
         self.tokens += len(call.response)
         scores = [call.scores[name] for name in self._columns]
@@ -206,6 +218,18 @@ class _Sums:
             self.closing = max(self.closing or 0.0, left)
         for column, count in call.cached.items():
             self.cached[column] = self.cached.get(column, 0) + count
+
+    def _once(self, call: Call, place: Place) -> None:
+        """Refuse a call that another record holds too: counted twice, it would look surer."""
+        told = hashlib.blake2b(call.name.encode(), digest_size=16)
+        for values in (call.prompt, call.response, *(call.scores[c] for c in self._columns)):
+            told.update(np.ascontiguousarray(values))
+        first = self._seen.setdefault(told.digest(), place[0])
+        if first != place[0]:
+            raise RecordError(
+                f"call {call.name!r} is in two of the records, with the same tokens and scores; "
+                "give each record once"
+            )
 
 
 def _step(step: int | None, judged: Judged) -> StepReport:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from layerbisect.bisect.scores.decision_map import Standing
 from layerbisect.bisect.scores.report import RepeatReport
 from layerbisect.bisect.verdict import Culprit, Status
+from layerbisect.captures.record.call import Scoring, replays
 
 _LAYERS = (
     "capture both sides on these tokens (LAYERBISECT_CAPTURE in the server, `layerbisect capture` "
@@ -19,6 +20,7 @@ def next_step(
     culprits: Sequence[Culprit],
     standing: Standing,
     moved: Sequence[RepeatReport],
+    columns: Mapping[str, Scoring],
 ) -> str:
     """Say what to run next, and why."""
     if status == "agree":
@@ -34,10 +36,18 @@ def next_step(
         )
     if status == "inconclusive":
         return "score again as said above, with `layerbisect scores collect`"
+    if not replays(columns, "C"):
+        return (
+            "`layerbisect scores trainer RECORD --model DIR` adds C, without which no side is seen"
+        )
+    if not replays(columns, "B"):
+        return (
+            "`layerbisect scores collect URL --saved RECORD --out RECORD` adds B, between A and C"
+        )
     if not culprits:
-        if standing.letter == "C" or standing.letter is None:
+        if standing.letter == "C":
             return f"`layerbisect weights ROLLOUT TRAINER` first; where they agree, {_LAYERS}"
-        return _LAYERS
+        return f"what gap rounding alone makes, only layers can tell: {_LAYERS}"
     first = culprits[0]
     if first.operator == "weights":
         return (

@@ -53,10 +53,10 @@ class Comparison:
 
     @property
     def status(self) -> Literal["within", "out of range", "no control"]:
-        """``no control`` where a measure has none to be held against."""
+        """``no control`` where no measure has one to be held against; notes say which have none."""
         if any(row.within is False for row in self.rows):
             return "out of range"
-        return "within" if all(row.within for row in self.rows) else "no control"
+        return "within" if any(row.within for row in self.rows) else "no control"
 
 
 _MEASURES: Mapping[str, Callable[[NDArray[np.float64]], float]] = {

@@ -199,6 +199,9 @@ def scaled(tokens: Tokens) -> tuple[bool, str, Array, float] | None:
     for first_is_odd in (True, False):
         odd, good = (tokens.first, tokens.second)[:: 1 if first_is_odd else -1]
         for what, scale in scales.items():
+            if "losses" in what or "probabilities" in what:
+                if (odd < -POSITIVE).any():
+                    continue
             rest = odd - scale(good)
             if mae(rest) > 0.1 * mae(tokens.difference):
                 continue

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from layerbisect.captures.errors import LayerBisectError
 from layerbisect.cli.boundary import echo_json
 from layerbisect.cli.options import json_option, page
 
@@ -38,6 +39,10 @@ def compare(before: Path, after: Path, control: tuple[Path, ...], as_json: bool)
     from layerbisect.captures.record.file import open_all
     from layerbisect.render_compare import render_comparison
 
+    if any(path.resolve() in (before.resolve(), after.resolve()) for path in control):
+        raise LayerBisectError(
+            "--control is one of the two runs itself; name a run without a fault"
+        )
     runs = open_all([before]), open_all([after])
     comparison = compare_runs(*runs, open_all(control) if control else ())
     if as_json:

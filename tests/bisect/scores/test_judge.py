@@ -324,3 +324,54 @@ def test_an_offset_is_not_lost_beside_a_temperature() -> None:
     verdict = judge([run(28, change=both)])
     said = " ".join(sentence for c in verdict.culprits for sentence in c.evidence)
     assert "constant offset: A is lower than B0" in said
+
+
+def test_a_record_given_twice_is_refused() -> None:
+    with pytest.raises(RecordError, match="'s0' is in two of the records"):
+        judge([run(29), run(29)])
+    # other responses may have the same names
+    assert judge([run(29), run(30)]).status == "agree"
+
+
+def test_records_with_other_columns_are_no_one_step() -> None:
+    with pytest.raises(RecordError, match="differ in having A, and count as one step"):
+        judge([run(31), run(32).without("A")])
+
+
+def test_workers_with_other_weights_are_not_called_unrepeatable() -> None:
+    def change(scores: Columns, generator: Generator) -> Columns:
+        moved = below(scores["B0"] + generator.normal(size=len(scores["A"])))
+        return {**scores, "B2": moved}
+
+    scoring = {
+        "A": Scoring(worker="one", digest="aaaa"),
+        "B0": Scoring(worker="one", digest="aaaa"),
+        "B1": Scoring(worker="one", digest="aaaa"),
+        "B2": Scoring(worker="two", digest="bbbb"),
+    }
+    verdict = judge([run(33, change=change, scoring=scoring)])
+    assert verdict.status == "inconclusive"
+    assert "workers hold different weights" in verdict.reasons[0]
+
+
+def test_one_token_that_makes_the_gap_is_named() -> None:
+    record = run(34)
+    calls = list(record)
+    lower = calls[3].scores["A"].copy()
+    lower[40] = -9999.0
+    scores = {**calls[3].scores, "A": lower}
+    calls[3] = Call.of(calls[3].name, calls[3].prompt, calls[3].response, scores)
+    verdict = judge([ScoreRecord(record.info, calls)])
+    assert verdict.status == "divergent"
+    assert any("1 token makes 100.0% of A-B0" in reason for reason in verdict.reasons)
+
+
+def test_without_c_the_next_step_is_to_collect_it() -> None:
+    verdict = judge([run(35, change=noisy("A")).without("C0", "C1")])
+    assert "layerbisect scores trainer" in verdict.next
+
+
+def test_what_changes_a_and_b_alike_is_said_to_look_like_a_fault_of_c() -> None:
+    verdict = judge([run(36, change=lowered("A", "B0", "B1"))])
+    (culprit,) = verdict.culprits
+    assert any("A and B agree with each other" in sentence for sentence in culprit.evidence)
