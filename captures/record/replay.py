@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
@@ -59,6 +60,34 @@ class WeightWatch:
                     f"{self.version!r}; keep the weights frozen while scores are collected"
                 )
 
+    def look_around(
+        self,
+        worker: Worker,
+        model: str,
+        workers: Sequence[Worker],
+        router: Worker | None,
+        when: str,
+    ) -> None:
+        """Find out, before anything is spent on ``worker``, whether the others serve the same.
+
+        ``model`` is what it serves. Raises WorkerError: one is down, or serves another model or
+        version.
+        """
+        for one in workers:
+            info = one.info()
+            _check_model(worker, model, one, info.model)
+            self.told(one, () if info.weight_version is None else (info.weight_version,), when)
+        if router is not None:
+            _check_model(worker, model, router, router.model())
+
+
+def _check_model(worker: Worker, model: str, other: Worker, others: str) -> None:
+    if model and others and model != others:
+        raise WorkerError(
+            f"{other.url} serves {others}, and {worker.url} serves {model}; name workers of one "
+            "model, loaded from one path"
+        )
+
 
 def replay(
     record: ScoreRecord,
@@ -69,13 +98,15 @@ def replay(
     workers: Sequence[Worker] = (),
     router: Worker | None = None,
     weight_version: str | None = None,
+    batches: Sequence[Sequence[str]] | None = None,
     digests: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScoreRecord:
     """Add columns B0, B1, ... to a record that has A: the saved tokens, scored by prefill.
 
-    Each pass empties the worker's cache first and scores what was generated together together;
-    the record is saved before the first pass and after each.
+    Every worker is asked first whether it is there and serves the same model. Each pass empties the
+    worker's cache first and scores what was generated together together; the record is saved before
+    the first pass, unless it has no scores yet or is there already, and after each.
 
     Args:
         record: what was generated. path: where it is kept; its own file is a good place.
@@ -83,47 +114,60 @@ def replay(
         workers: further workers, one pass each.
         weight_version: the version that the workers must have, where it is not A's: for a response
             that is carried across an update.
+        batches: names of the calls that go in one request, where they are not those that A was
+            generated in. With them a record need not have A.
         digests: ask the workers for checksums of their weights around each pass. That reads all
             weights, and an update that kept its version's name is not noticed without.
-        progress: takes how many requests are done, and of how many.
+        progress: takes how many requests are done, and of how many; 0 as soon as they begin.
 
     Raises:
-        RecordError: the record has no A, or holds a call that token IDs alone cannot replay.
+        RecordError: the record has neither A nor batches, or holds a call that token IDs alone
+            cannot replay.
         WorkerError: a worker is down, slow, answers an error, other tokens, too few scores or no
             finite ones, used its cache, or has other weights; ``path`` keeps what was whole before.
     """
     check_replays(replays)
-    if "A" not in record.info.columns:
+    if "A" not in record.info.columns and batches is None:
         raise RecordError("the record has no column A; collect A when the responses are generated")
     for call in record:
         _check_replayable(call)
-    given = record.info.columns["A"]
+    given = record.info.columns.get("A", Scoring())
     watch = WeightWatch(
         version=weight_version or given.weight_version,
         since="the caller" if weight_version else "A",
         digests={given.worker: given.digest} if given.digest and not weight_version else {},
         ask_digests=digests,
     )
-    target = record.save(path)
-    batches = _batches(record)
+    target = Path(path)
+    if record.columns and not _is_file_of(record, target):
+        record.save(target)
+    together = _batches(record, given.batches if batches is None else batches)
     turns = [worker] * replays + list(workers) + ([router] * replays if router else [])
-    ticks = count(1)
+    ticks = count()
 
     def tick() -> None:
         done = next(ticks)
         if progress is not None:
-            progress(done, len(turns) * len(batches))
+            progress(done, len(turns) * len(together))
 
     columns = (name for name in map("B{}".format, count()) if name not in record.info.columns)
-    for one, column in zip(turns, columns, strict=False):
-        try:
-            record = _with_pass(record, column, one, one is router, batches, watch, tick)
-        except WorkerError as error:
-            kept = ", ".join(record.columns)
-            raise WorkerError(f"{error}; {target} keeps {kept}") from error
-        record.save(target)
+    try:
+        if workers or router:
+            watch.look_around(worker, worker.info().model, workers, router, "before the replays")
         tick()
+        for one, column in zip(turns, columns, strict=False):
+            record = _with_pass(record, column, one, one is router, together, watch, tick)
+            record.save(target)
+            tick()
+    except WorkerError as error:
+        if not record.columns:
+            raise
+        raise WorkerError(f"{error}; {target} keeps {', '.join(record.columns)}") from error
     return record
+
+
+def _is_file_of(record: ScoreRecord, target: Path) -> bool:
+    return record.path is not None and target.exists() and target.samefile(record.path)
 
 
 def check_replays(replays: int) -> None:
@@ -162,7 +206,7 @@ def _with_pass(
         watch.look(worker, f"after {column}")
     ranks = sorted({one.rank for one in found.values() if one.rank is not None})
     scoring = Scoring(
-        engine=record.info.columns["A"].engine if info is None else info.engine,
+        engine=record.info.columns.get("A", Scoring()).engine if info is None else info.engine,
         worker="" if routed else worker.url,
         through=worker.url if routed else "",
         weight_version=watch.version,
@@ -217,8 +261,10 @@ def _check_replayable(call: Call) -> None:
         )
 
 
-def _batches(record: ScoreRecord) -> tuple[tuple[str, ...], ...]:
-    listed, names = record.info.columns["A"].batches, record.names
+def _batches(
+    record: ScoreRecord, listed: Sequence[Sequence[str]]
+) -> tuple[tuple[str, ...], ...]:
+    names = record.names
     if sorted(name for batch in listed for name in batch) == sorted(names):
-        return listed
+        return tuple(map(tuple, listed))
     return tuple(names[start : start + BATCH] for start in range(0, len(names), BATCH))

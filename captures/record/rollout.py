@@ -10,6 +10,7 @@ wrong later, A is kept.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,19 +74,23 @@ def collect(
     Raises:
         LayerBisectError: arguments that cannot be.
         RecordError: there is a file at ``path``, or none can be written.
-        WorkerError: as :func:`replay` raises it. A reply to generation that cannot be used is kept
+        WorkerError: as :func:`replay` raises it, and nothing is generated where another worker is
+            down or serves something else. A reply to generation that cannot be used is kept
             beside ``path``, and the error names the file.
     """
     asked = [[int(token) for token in prompt] for prompt in prompts]
     names = _names(asked, groups, samples)
     settings = _settings(sampling or {}, max_new_tokens)
     check_replays(replays)
-    target = _new_file(path)
+    if step is not None and step < 0:
+        raise LayerBisectError(f"step is {step}; give how many updates came before, 0 or more")
+    target = new_file(path)
     info = worker.info()
     for number, prompt in enumerate(asked):
         info.check_tokens(f"prompt {number}", prompt)
     watch = WeightWatch(ask_digests=digests)
     watch.look(worker, "before A")
+    watch.look_around(worker, info.model, workers, router, "before A")
     sent = [prompt for prompt in asked for _ in range(samples)]
     try:
         answers = worker.generate(sent, settings)
@@ -170,6 +175,10 @@ def _settings(sampling: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any
         )
     if max_new_tokens < 1:
         raise LayerBisectError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
+    for key, value in sampling.items():
+        # JSON has no such numbers
+        if isinstance(value, float) and not math.isfinite(value):
+            raise LayerBisectError(f"sampling has {key} {value}; give a finite number")
     return {**RAW, **sampling, "max_new_tokens": max_new_tokens}
 
 
@@ -194,13 +203,12 @@ def _names(
     return [(f"{group}.sample-{n}", group) for group in groups for n in range(samples)]
 
 
-def _new_file(path: str | os.PathLike[str]) -> Path:
-    """Find out before generating whether A can be kept."""
+def new_file(path: str | os.PathLike[str]) -> Path:
+    """Find out before anything is scored whether it can be kept; raises RecordError."""
     target = Path(path)
     if target.exists():
         raise RecordError(
-            f"{target} exists, and what was generated before is never overwritten; name another "
-            "file"
+            f"{target} exists, and what was scored before is never overwritten; name another file"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

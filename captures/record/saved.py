@@ -134,6 +134,8 @@ def _facts(line: str, where: str) -> dict[str, Any]:
                 f"{where} has {value!r:.40} for {key}; give {_KINDS[known[key][-1]]}, or leave it "
                 "out"
             )
+    if facts.get("step", 0) < 0:
+        raise RecordError(f"{where} has step {facts['step']}; give 0 or more")
     definition = facts.get("definition", "raw")
     if definition not in get_args(Definition):
         raise RecordError(

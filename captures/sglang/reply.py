@@ -71,10 +71,7 @@ def generated(
             )
         given = one.get("output_ids")
         if given is not None and given != list(tokens):
-            raise Unusable(
-                f"scored other tokens than it gave in {here}: {list(tokens)!r:.80} and not "
-                f"{given!r:.80}"
-            )
+            raise Unusable(f"scored other tokens than it gave in {here}: {_unlike(tokens, given)}")
         found.append(_scored(here, meta, pairs, kind))
     return tuple(found)
 
@@ -111,6 +108,15 @@ def replayed(
         pairs = _finite(here, entries[prompt:])
         found.append(_scored(here, meta, pairs, ""))
     return tuple(found)
+
+
+def _unlike(scored: Sequence[int], given: Any) -> str:
+    """Say where two lists of token IDs part."""
+    if not isinstance(given, list) or len(given) != len(scored):
+        what = f"{len(given)} IDs" if isinstance(given, list) else f"{given!r:.80}"
+        return f"{len(scored)} scores, and {what}"
+    place = next(n for n, pair in enumerate(zip(scored, given, strict=True)) if pair[0] != pair[1])
+    return f"{scored[place]} and not {given[place]!r:.40} at response position {place}"
 
 
 def _each(

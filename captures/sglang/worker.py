@@ -41,6 +41,12 @@ FLUSH_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 # a route, or an action of it, that this version of the server does not have
 _ABSENT = (400, 404, 405, 422, 501)
+# what the request itself is refused with, such as a prompt longer than the context
+_REFUSED = (400, 413, 422)
+# servers have either the newer name or the older one
+_MODEL_INFO = ("/model_info", "/get_model_info")
+# what a socket takes at most is some hundred times as long
+_LONGEST = 1e7
 
 _Result = TypeVar("_Result")
 
@@ -61,18 +67,32 @@ class Worker:
             usable = False
         if not usable:
             raise WorkerError(f"{url!r} is no worker's address; give one as http://host:port")
-        if not timeout > 0:
-            raise WorkerError(f"a timeout of {timeout} s is none; give seconds above 0")
+        if not 0 < timeout <= _LONGEST:
+            raise WorkerError(
+                f"a timeout of {timeout} s is none; give seconds above 0, at most {_LONGEST:.0f}"
+            )
 
     def info(self) -> WorkerInfo:
         """Ask what the worker serves and how."""
-        model = self._described("the model's description", ("/model_info", "/get_model_info"))
+        model = self._described("the model's description", _MODEL_INFO)
         server = self._described("the server's settings", ("/server_info", "/get_server_info"))
         return info_of(model, server)
 
     def weight_version(self) -> str | None:
         """Ask for the name of the weights that are loaded; None where the worker has none."""
-        return version_of(self._described("the weight version", ("/model_info", "/get_model_info")))
+        return version_of(self._described("the weight version", _MODEL_INFO))
+
+    def model(self) -> str:
+        """Ask which model is served; "" where it answers and does not say, as a router may."""
+        for path in _MODEL_INFO:
+            status, text = self._send("GET", path, "the model's description")
+            if status == 200:
+                break
+        try:
+            reply = json.loads(text) if status == 200 else None
+        except (ValueError, RecursionError):
+            reply = None
+        return str(reply.get("model_path") or "") if isinstance(reply, dict) else ""
 
     def weights_digest(self) -> str | None:
         """Ask for one digest of the weights on all ranks; None where this is not offered."""
@@ -189,7 +209,6 @@ class Worker:
     def _described(self, what: str, paths: tuple[str, str]) -> Mapping[str, Any]:
         for path in paths:
             status, text = self._send("GET", path, what)
-            # servers have either the newer name or the older one
             if status != 404:
                 break
         here = self._here(path, what)
@@ -211,11 +230,14 @@ class Worker:
         return f"{self.url}, asked for {what} ({path}),"
 
     def _check_status(self, here: str, status: int, text: str) -> None:
-        if status != 200:
-            raise WorkerError(
-                f"{here} answered HTTP {status}: {text[:200]!r}; see its log, and whether it is "
-                "an SGLang worker"
-            )
+        if status == 200:
+            return
+        advice = "see its log, and whether it is an SGLang worker"
+        if status in _REFUSED:
+            advice = "correct what it names"
+        elif status >= 500:
+            advice = "see its log"
+        raise WorkerError(f"{here} answered HTTP {status}: {text[:200]!r}; {advice}")
 
 
 def _read(here: str, text: str, read: Callable[[Any], _Result]) -> _Result:

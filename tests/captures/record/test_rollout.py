@@ -13,6 +13,7 @@ from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.record.replay import replay
 from layerbisect.captures.record.rollout import collect, definition_of
+from layerbisect.captures.sglang import worker as sglang_worker
 from layerbisect.captures.sglang.worker import RAW, Worker
 from tests.captures.simulated_worker import Raw, SimulatedWorker, simulated_worker
 from tests.sglang_server import free_port
@@ -59,7 +60,7 @@ def test_the_record_says_how_each_column_was_obtained(served: SimulatedWorker, p
         step=12,
         progress=lambda done, total: told.append((done, total)),
     )
-    assert told == [(1, 2), (2, 2)]
+    assert told == [(0, 2), (1, 2), (2, 2)]
     names = ("sum.sample-0", "sum.sample-1", "sort.sample-0", "sort.sample-1")
     kept = ScoreRecord.open(path)
     assert kept.info == record.info and kept.names == names
@@ -223,11 +224,71 @@ def test_a_broken_replay_is_named_and_what_was_whole_is_kept(
     assert whole.columns == ScoreRecord.open(path).columns == ("A", "B0", "B1")
 
 
-def test_a_worker_that_is_down_at_the_replay_is_named(served: SimulatedWorker, path: Path) -> None:
-    gone = Worker(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(WorkerError, match=f"{gone.url}, .* is down .* keeps A, B0$"):
-        collect(Worker(served.url), PROMPTS, path, replays=1, workers=[gone])
+def test_a_worker_that_breaks_before_its_replay_is_named(
+    served: SimulatedWorker, other: SimulatedWorker, path: Path
+) -> None:
+    def broken() -> None:
+        other.spoil["/model_info"] = lambda _: Raw("out of memory", 500)
+
+    with pytest.raises(WorkerError, match=f"{other.url}, .* HTTP 500.* keeps A, B0$"):
+        collect(
+            Worker(served.url),
+            PROMPTS,
+            path,
+            replays=1,
+            workers=[Worker(other.url)],
+            progress=after(1, broken),
+        )
     assert ScoreRecord.open(path).columns == ("A", "B0")
+
+
+@pytest.mark.parametrize("role", ["worker", "router"])
+def test_another_worker_that_is_down_is_found_before_anything_is_generated(
+    served: SimulatedWorker, path: Path, role: str
+) -> None:
+    gone = Worker(f"http://127.0.0.1:{free_port()}")
+    others: dict[str, Any] = {"workers": [gone]} if role == "worker" else {"router": gone}
+    with pytest.raises(WorkerError, match=f"^{gone.url}, .* is down"):
+        collect(Worker(served.url), PROMPTS, path, **others)
+    assert not served.bodies("generate") and not path.exists()
+    with pytest.raises(WorkerError, match=f"^{gone.url}, .* is down .* keeps A$"):
+        replay(saved(call("a")), Worker(served.url), path, **others)
+    assert not served.bodies("score")
+
+
+@pytest.mark.parametrize("role", ["worker", "router"])
+def test_a_worker_of_another_model_is_refused_before_anything_is_generated(
+    served: SimulatedWorker, other: SimulatedWorker, path: Path, role: str
+) -> None:
+    other.spoil["/model_info"] = lambda reply: {**reply, "model_path": "larger"}
+    one = Worker(other.url)
+    others: dict[str, Any] = {"workers": [one]} if role == "worker" else {"router": one}
+    said = f"{other.url} serves larger, and {served.url} serves simulated"
+    with pytest.raises(WorkerError, match=said):
+        collect(Worker(served.url), PROMPTS, path, **others)
+    assert not served.bodies("generate") and not path.exists()
+    with pytest.raises(WorkerError, match=f"{said}.* keeps A$"):
+        replay(saved(call("a")), Worker(served.url), path, **others)
+
+
+def test_another_workers_weights_are_recorded_under_its_own_digest(
+    served: SimulatedWorker, other: SimulatedWorker, path: Path
+) -> None:
+    # sharded in another way, the same weights have another digest: whoever judges sees both
+    other.weights = "second"
+    record = collect(Worker(served.url), PROMPTS, path, replays=1, workers=[Worker(other.url)])
+    one, two = (record.info.columns[column] for column in ("B0", "B1"))
+    assert (one.worker, two.worker) == (served.url, other.url) and one.digest != two.digest
+
+
+def test_a_cache_that_is_never_emptied_ends_the_collection(
+    served: SimulatedWorker, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_worker, "FLUSH_SECONDS", 0.3)
+    served.busy = 1000
+    with pytest.raises(WorkerError, match="did not empty its prefix cache .* keeps A$"):
+        collect(Worker(served.url), PROMPTS, path)
+    assert not served.bodies("score") and ScoreRecord.open(path).columns == ("A",)
 
 
 def test_weights_that_change_between_replays_are_named(served: SimulatedWorker, path: Path) -> None:
@@ -275,9 +336,9 @@ def test_another_workers_weights_must_be_the_same(
     served: SimulatedWorker, other: SimulatedWorker, path: Path
 ) -> None:
     other.version = "7"
-    with pytest.raises(WorkerError, match=f"{other.url} has weight version '7' before B2"):
+    with pytest.raises(WorkerError, match=f"{other.url} has weight version '7' before A"):
         collect(Worker(served.url), PROMPTS, path, workers=[Worker(other.url)])
-    assert ScoreRecord.open(path).columns == ("A", "B0", "B1")
+    assert not served.bodies("generate") and not path.exists()
 
 
 def test_a_generation_without_usable_scores_is_kept_beside(
@@ -297,7 +358,7 @@ def test_a_generation_without_usable_scores_is_kept_beside(
 def test_what_was_generated_before_is_not_overwritten(served: SimulatedWorker, path: Path) -> None:
     collect(Worker(served.url), PROMPTS, path)
     served.asked.clear()
-    with pytest.raises(RecordError, match="exists, and what was generated before is never"):
+    with pytest.raises(RecordError, match="exists, and what was scored before is never"):
         collect(Worker(served.url), PROMPTS, path)
     assert not served.asked
 
@@ -313,6 +374,9 @@ def test_what_was_generated_before_is_not_overwritten(served: SimulatedWorker, p
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"sampling": {"n": 2}}, "sampling has n 2; give it as samples"),
         ({"replays": -1}, "replay -1 times"),
+        ({"step": -1}, "step is -1"),
+        ({"sampling": {"temperature": float("nan")}}, "sampling has temperature nan"),
+        ({"sampling": {"top_p": float("inf")}}, "sampling has top_p inf"),
     ],
 )
 def test_arguments_that_cannot_be_generate_nothing(
@@ -381,7 +445,7 @@ def test_calls_are_replayed_together_as_they_were_generated(
         progress=lambda done, total: told.append((done, total)),
     )
     assert [len(body["input_ids"]) for body in served.bodies("score")] == [2, 1, 2, 1]
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert told == [(n, 4) for n in range(5)]
 
 
 def test_a_large_rollout_is_replayed_in_several_requests(
@@ -402,6 +466,29 @@ def test_a_saved_version_that_the_worker_does_not_have_is_named(
         replay(record, Worker(served.url), path)
     carried = replay(record, Worker(served.url), path, weight_version="1")
     assert carried.info.columns["B0"].weight_version == "1"
+
+
+def test_tokens_without_a_are_replayed_in_batches_that_are_named(
+    served: SimulatedWorker, path: Path
+) -> None:
+    tokens = saved(call("a"), call("b"), call("c"), weight_version="0").without("A")
+    seen: list[bool] = []
+    record = replay(
+        tokens,
+        Worker(served.url),
+        path,
+        batches=[("c", "a"), ("b",)],
+        progress=lambda *_: seen.append(path.exists()),
+    )
+    assert record.columns == ScoreRecord.open(path).columns == ("B0", "B1")
+    assert [len(body["input_ids"]) for body in served.bodies("score")] == [2, 1, 2, 1]
+    # a file without a score would be in the way of the next try
+    assert seen == [False, False, True, True, True]
+    assert record.info.columns["B0"].weight_version == "1"
+    gone = Worker(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(WorkerError, match="or correct its URL$"):
+        replay(tokens, gone, path.with_name("none"), batches=[])
+    assert not path.with_name("none").exists()
 
 
 @pytest.mark.parametrize(

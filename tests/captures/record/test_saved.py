@@ -98,6 +98,7 @@ def test_behavior_stands_beside_the_raw_scores(tmp_path: Path) -> None:
         ({**WHOLE, "context": {"adapter": 3}}, "has 3 for adapter in context"),
         ({**WHOLE, "name": "first"}, "has the name 'first', which line 1 has too"),
         ({**WHOLE, "step": 4}, "has step 4, where the lines before have None"),
+        ({**WHOLE, "step": -1}, "has step -1; give 0 or more"),
         ({**WHOLE, "behavior_logprobs": [0.0, -1.0]}, "differ in having behavior_logprobs"),
     ],
 )

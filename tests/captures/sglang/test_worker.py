@@ -99,6 +99,35 @@ def test_flushing_gives_up_on_a_worker_that_others_use(
         Worker(served.url).flush()
 
 
+def test_a_worker_or_a_router_says_its_model_or_only_answers(served: SimulatedWorker) -> None:
+    assert Worker(served.url).model() == "simulated"
+    served.spoil["/get_model_info"] = lambda _: {"model_path": "older"}
+    answers = (Raw("", 404), Raw("{}"), Raw("[1]"), Raw("no workers", 503), Raw("oops"))
+    for answer, said in zip(answers, ("older", "", "", "older", ""), strict=True):
+        served.spoil["/model_info"] = lambda _, answer=answer: answer
+        assert Worker(served.url).model() == said
+    with pytest.raises(WorkerError, match="is down"):
+        Worker(f"http://127.0.0.1:{free_port()}").model()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e300])
+def test_a_timeout_must_be_one(timeout: float) -> None:
+    with pytest.raises(WorkerError, match="a timeout of .* s is none; give seconds"):
+        Worker("http://127.0.0.1:1", timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [(400, "names"), (401, "and whether it is an SGLang worker"), (500, "see its log")],
+)
+def test_a_refusal_says_what_is_to_be_done(
+    served: SimulatedWorker, status: int, advice: str
+) -> None:
+    served.spoil["score"] = lambda _: Raw("longer than the model's context length", status)
+    with pytest.raises(WorkerError, match=f"HTTP {status}: .longer than .*{advice}$"):
+        Worker(served.url).score([[1, 2]], [1])
+
+
 def test_the_digest_stands_for_the_weights_of_all_ranks(served: SimulatedWorker) -> None:
     worker = Worker(served.url)
     first = worker.weights_digest()
@@ -176,6 +205,16 @@ def entry(key: str, place: int, value: Any) -> Any:
     return meta(key, spoil)
 
 
+def entry_ids(value: Any) -> Any:
+    """Spoil the IDs that the last reply says it gave."""
+
+    def spoil(reply: Any) -> Any:
+        reply[-1]["output_ids"] = value(reply[-1]["output_ids"])
+        return reply
+
+    return spoil
+
+
 OUTPUT, INPUT = "output_token_logprobs", "input_token_logprobs"
 
 
@@ -191,7 +230,9 @@ OUTPUT, INPUT = "output_token_logprobs", "input_token_logprobs"
         (entry(OUTPUT, 2, lambda e: [float("nan"), *e[1:]]), "nan as the score at response posi"),
         (entry(OUTPUT, 2, lambda e: [float("-inf"), *e[1:]]), "-inf as the score at response pos"),
         (entry(OUTPUT, 2, lambda e: ["-1", *e[1:]]), "'-1' as the score at response position 2"),
-        (entry(OUTPUT, 2, lambda e: [e[0], 99, None]), "scored other tokens than it gave .* 99, "),
+        (entry(OUTPUT, 2, lambda e: [e[0], 99, None]), "request 1: 99 and not .* position 2"),
+        (entry_ids(lambda ids: ids[:-1]), "gave in request 1: 4 scores, and 3 IDs"),
+        (entry_ids(lambda _: "[1]"), "gave in request 1: 4 scores, and '.1.'"),
         (entry(OUTPUT, 2, -0.5), "gave -0.5 at place 2 of output_token_logprobs"),
         (entry(OUTPUT, 2, lambda e: [e[0], -1, None]), "at place 2 of output_token_logprobs"),
         (meta("completion_tokens", 5), "4 scores for the 5 tokens of request 1"),
