@@ -223,7 +223,7 @@ class _Sums:
         """Refuse a call that another record holds too: counted twice, it would look surer."""
         told = hashlib.blake2b(call.name.encode(), digest_size=16)
         for values in (call.prompt, call.response, *(call.scores[c] for c in self._columns)):
-            told.update(np.ascontiguousarray(values))
+            told.update(np.ascontiguousarray(values).data)
         first = self._seen.setdefault(told.digest(), place[0])
         if first != place[0]:
             raise RecordError(

@@ -235,7 +235,7 @@ def _tensors(record: ScoreRecord) -> tuple[dict[str, NDArray[Any]], dict[str, st
     facts = tuple(CallFacts(c.name, c.group, c.turn, c.cached, c.context) for c in calls)
     digests = Digests(
         {
-            name: hashlib.blake2b(np.ascontiguousarray(t), digest_size=DIGEST_SIZE).hexdigest()
+            name: hashlib.blake2b(np.ascontiguousarray(t).data, digest_size=DIGEST_SIZE).hexdigest()
             for name, t in tensors.items()
         }
     )
