@@ -99,7 +99,7 @@ def score(
     if not missing:
         raise RecordError(
             f"the record has {', '.join(wanted) or 'no column to add'} already, and scores are "
-            "never overwritten; ask for more repeats, or score the record before C"
+            f"never overwritten; ask for more repeats, or {_afresh(record)}"
         )
     settings: dict[str, str] = {}
     scorer: Scorer
@@ -113,7 +113,7 @@ def score(
     else:
         scorer = trainer
     digest = None if module is None else weights_digest(module)
-    _check_same_weights(record, wanted, digest)
+    _check_same_weights(record, wanted, digest, settings.get("dtype"))
     calls = list(record)
     batches = [calls[i : i + batch_size] for i in range(0, len(calls), batch_size)]
     scoring = Scoring(
@@ -162,14 +162,31 @@ class _Told:
             self.progress(self.before + done, self.total)
 
 
-def _check_same_weights(record: ScoreRecord, wanted: list[str], digest: str | None) -> None:
+def _check_same_weights(
+    record: ScoreRecord, wanted: list[str], digest: str | None, dtype: str | None
+) -> None:
     for column in wanted:
         known = record.info.columns.get(column)
-        if known is not None and digest and known.digest and known.digest != digest:
+        if known is None or not digest or not known.digest or known.digest == digest:
+            continue
+        before = known.settings.get("dtype")
+        if dtype and before and dtype != before:
+            # the digest is of the bytes, which another dtype changes with the same checkpoint
             raise RecordError(
-                f"{column} was scored by other weights than the trainer has now; load those again, "
-                "or score the record before C"
+                f"{column} was scored in {before} and the trainer computes in {dtype} now; load it "
+                f"in {before} (--dtype {before}) to add repeats, or {_afresh(record)}"
             )
+        raise RecordError(
+            f"{column} was scored by weights of digest {known.digest:.8} and the trainer has "
+            f"{digest:.8} now; load the former to add repeats, or {_afresh(record)}"
+        )
+
+
+def _afresh(record: ScoreRecord) -> str:
+    there = [column for column in record.columns if column.startswith("C")]
+    opened = "record" if record.path is None else f"ScoreRecord.open({str(record.path)!r})"
+    listed = ", ".join(map(repr, there))
+    return f"score a copy that has no C, made by `{opened}.without({listed}).save(COPY)`"
 
 
 def _score_all(
@@ -181,6 +198,12 @@ def _score_all(
     found |= {f"{column}.{what}": {} for what in companions}
     for number, batch in enumerate(batches, 1):
         answers = scorer(batch)
+        if not hasattr(answers, "__len__"):
+            raise TrainerError(
+                f"the trainer returned {answers!r:.40} ({type(answers).__name__}) in {column} "
+                f"for {len(batch)} calls from {batch[0].name!r} on; return a list with one row of "
+                "scores a call, in their order"
+            )
         if len(answers) != len(batch):
             raise TrainerError(
                 f"the trainer returned {len(answers)} rows of scores in {column} for "

@@ -140,12 +140,14 @@ class ScoreSteps:
         """
         import torch
 
-        value = getattr(owner, attribute, None)
+        here = getattr(owner, "__name__", type(owner).__name__)
+        if not hasattr(owner, attribute):
+            raise LayerBisectError(f"{here} has no attribute {attribute}; watch one that it has")
+        value = getattr(owner, attribute)
         if not callable(value) or isinstance(value, torch.nn.Module):
             advice = " its 'forward'" if isinstance(value, torch.nn.Module) else " a function"
             raise LayerBisectError(
-                f"{getattr(owner, '__name__', type(owner).__name__)}.{attribute} is a "
-                f"{type(value).__name__}; watch{advice}"
+                f"{here}.{attribute} is a {type(value).__name__}; watch{advice}"
             )
         own = vars(owner).get(attribute)
         raw = inspect.getattr_static(owner, attribute)

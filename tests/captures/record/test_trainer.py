@@ -246,11 +246,30 @@ def test_a_column_is_not_repeated_by_other_weights(load: Callable[..., Any]) -> 
     kept = weight[-1, -1].item()
     weight[-1, -1] += 1e-3
     try:
-        with pytest.raises(RecordError, match="C0 was scored by other weights"):
+        said = "C0 was scored by weights of digest .{8} and the trainer has .{8} now; load the"
+        with pytest.raises(RecordError, match=said) as caught:
             score(found, model)
+        # the advice is code that runs
+        advised = str(caught.value).split("`")[1].removesuffix(".save(COPY)")
+        afresh = eval(advised, {"record": found})
+        assert score(afresh, model, repeats=1).columns == found.columns + ("C.grad",)
     finally:
         weight[-1, -1] = kept
     assert "C1" in score(found, model).columns
+
+
+def test_a_column_is_not_repeated_in_another_dtype(
+    load: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.safetensors"
+    score(record(calls(1)), load("bfloat16"), path, repeats=1, grad=False)
+    said = (
+        "^C0 was scored in bfloat16 and the trainer computes in float32 now; load it in bfloat16 "
+        ".--dtype bfloat16. to add repeats, or score a copy that has no C, made by "
+        f"`ScoreRecord.open.'{path}'..without.'C0', 'C0.logit', 'C0.entropy'..save.COPY.`$"
+    )
+    with pytest.raises(RecordError, match=said):
+        score(ScoreRecord.open(path), load("float32"), path)
 
 
 def test_weights_that_change_meanwhile_are_no_frozen_trainer(
@@ -335,6 +354,9 @@ def placed(place: int, value: float) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
+        (lambda some: None, r"returned None .NoneType. in C0 for 2 calls from"),
+        (lambda some: (row(c) for c in some), r"returned <generator.* .generator. in C0 for 2"),
+        (lambda some: [None for c in some], r"C0: call 'call-0' came back with scores of object"),
         (lambda some: [row(c) for c in some][1:], r"returned 1 rows of scores in C0 for 2 calls"),
         (lambda some: [row(c, lambda v: v[1:]) for c in some], r"C0: call 'call-0' .* \[4\] for 5"),
         (lambda some: [row(c, placed(2, np.nan)) for c in some], r"nan at response position 2"),

@@ -253,8 +253,10 @@ def test_watched_attributes_come_back(inputs: tuple[Any, Any]) -> None:
     assert [c.name for c in steps.captures] == ["scores", "fixed", "of_class", "head"]
     assert (dict(vars(Base)), dict(vars(Derived)), dict(vars(model))) == before
     with ScoreSteps() as steps:
-        with pytest.raises(LayerBisectError, match="SimpleNamespace.nothing is a NoneType"):
+        with pytest.raises(LayerBisectError, match="SimpleNamespace has no attribute nothing; wat"):
             steps.watch_attribute(FRAMEWORK, "nothing")
+        with pytest.raises(LayerBisectError, match="SimpleNamespace.none is a NoneType"):
+            steps.watch_attribute(types.SimpleNamespace(none=None), "none")
         with pytest.raises(LayerBisectError, match="is a Linear; watch its 'forward'"):
             steps.watch_attribute(torch.nn.Sequential(model), "0")
 
