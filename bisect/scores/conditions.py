@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from layerbisect.bisect.scores.decision_map import SIDES, Standing
+from layerbisect.bisect.scores.decision_map import CLEAR, SIDES, Standing
 from layerbisect.bisect.scores.report import StepReport
 from layerbisect.captures.record.call import Scoring, is_score
 
@@ -60,33 +60,50 @@ def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
 
 def stale(
     weights: Mapping[str, str],
+    names: Mapping[str, str],
     before: Sequence[StepReport],
     step: int | None,
     standing: Standing,
 ) -> tuple[str, tuple[str, ...]] | None:
     """Say which side missed an update, and the evidence; None where nothing shows it.
 
-    Needs B and C apart, and a step before at which both said what their weights were. Versions that
-    differ convict nobody: each side may count in its own way.
+    Needs B and C apart, at least twice as far as at the step before, and one side's weights to be
+    those of that step while the other's are not: by digests on both sides, or by their names where
+    both sides used the same name before.
     """
-    between = [p for p in standing.apart if p.first[0] in "AB" and p.second[0] == "C"]
-    if not between or standing.letter in ("A", "B"):
-        return None
     last = before[-1] if before else None
-    if last is not None and weights.keys() == last.weights.keys() == {"rollout", "trainer"}:
-        same = {side for side in weights if weights[side] == last.weights[side]}
-        if len(same) == 1:
-            side = same.pop()
-            other = "trainer" if side == "rollout" else "rollout"
-            return side, (
-                f"from step {last.step} to step {step} the {other}'s weights changed and the "
-                f"{side}'s did not",
-                *(
-                    f"{pair.name} went from {last.maes[pair.name]:.6f} to {pair.gap.mae:.6f} nat"
-                    for pair in between
-                    if pair.name in last.maes
-                ),
-            )
+    if last is None or standing.letter in ("A", "B"):
+        return None
+    opened = [
+        pair
+        for pair in standing.apart
+        if pair.first[0] in "AB"
+        and pair.second[0] == "C"
+        and pair.gap.mae > CLEAR * last.maes.get(pair.name, float("inf"))
+    ]
+    if not opened:
+        return None
+    both = {"rollout", "trainer"}
+    alike = len(set(last.versions.values())) == 1
+    for now, then, usable, what in (
+        (weights, last.weights, True, "weights"),
+        (names, last.versions, alike, "weight version"),
+    ):
+        if not usable or now.keys() != both or then.keys() != both:
+            continue
+        same = {side for side in both if now[side] == then[side]}
+        if len(same) != 1:
+            return None
+        side = same.pop()
+        other = "trainer" if side == "rollout" else "rollout"
+        return side, (
+            f"from step {last.step} to step {step} the {other}'s {what} changed and the {side}'s "
+            "did not",
+            *(
+                f"{pair.name} went from {last.maes[pair.name]:.6f} to {pair.gap.mae:.6f} nat"
+                for pair in opened
+            ),
+        )
     return None
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from layerbisect.bisect.scores.odd_one import OddOneOut
 from layerbisect.bisect.scores.report import Finding, PairReport, RepeatReport
-from layerbisect.bisect.shapes.table import PLACES, SPREAD
+from layerbisect.bisect.shapes.table import IMPOSSIBLE, PLACES, SPREAD
 
 Letter = Literal["A", "B", "C"]
 
@@ -39,16 +40,23 @@ class Standing:
 
     ``apart`` are gaps beyond the tolerance and clear of repeats, ``hidden`` those beyond the
     tolerance that repeats may have made. ``letter`` is None where no single column differs;
-    ``rest`` is the gap between the two others.
+    ``rest`` is the gap between the two others, and ``chance`` that of one of three exchangeable
+    columns differing in as many places.
     """
 
     apart: tuple[PairReport, ...]
     hidden: tuple[PairReport, ...]
     letter: Letter | None
     rest: PairReport | None
+    chance: float = 1.0
 
 
-def stand(pairs: Sequence[PairReport], floors: Mapping[str, float], tolerance: float) -> Standing:
+def stand(
+    pairs: Sequence[PairReport],
+    floors: Mapping[str, float],
+    tolerance: float,
+    odd: OddOneOut | None,
+) -> Standing:
     """Place the gaps among A, B and C against the tolerance (nat) and the repeats' floors (nat)."""
     beyond = [pair for pair in pairs if pair.gap.mae > tolerance]
     apart = tuple(p for p in beyond if not p.gap.mae <= CLEAR * floors.get(p.name, 0.0))
@@ -63,7 +71,8 @@ def stand(pairs: Sequence[PairReport], floors: Mapping[str, float], tolerance: f
             continue
         if min(p.gap.mae for p in others) >= CLEAR * between[0].gap.mae:
             letter, rest = one, between[0]
-    return Standing(apart, tuple(p for p in beyond if p not in apart), letter, rest)
+    hidden = tuple(p for p in beyond if p not in apart)
+    return Standing(apart, hidden, letter, rest, odd.chance(letter) if odd and letter else 1.0)
 
 
 def floors(pairs: Iterable[PairReport], repeats: Sequence[RepeatReport]) -> dict[str, float]:
@@ -99,6 +108,8 @@ def shapes(
 ) -> tuple[Shape, ...]:
     """Pick what convicts: for each column one shape, of tokens beyond tolerance and repeats.
 
+    Only what a shape explains counts against the tolerance.
+
     One that says what was done to the scores comes before one that says where they are apart.
 
     Args:
@@ -111,8 +122,10 @@ def shapes(
         f
         for f in findings
         if f.false_alarm <= CHANCE
-        and f.mae > max(tolerance, CLEAR * floors.get(f.pair, 0.0))
         and f.test not in SPREAD
+        # what a sound score cannot be matters whatever else makes the gap
+        and f.mae * (1.0 if f.test.startswith(IMPOSSIBLE) else f.explains)
+        > max(tolerance, CLEAR * floors.get(f.pair, 0.0))
     ]
     chosen: dict[Letter | None, Finding] = {}
     for finding in heavy:

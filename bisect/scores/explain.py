@@ -34,13 +34,20 @@ class Judged:
     cached: Mapping[str, int]
 
     def weights(self) -> dict[str, str]:
-        """What each side says of the weights that scored: a digest, else a version."""
+        """Digests of the weights that scored, by side, where they were looked at."""
+        return self._by_side({c: s.digest for c, s in self.columns.items()})
+
+    def versions(self) -> dict[str, str]:
+        """What each side calls the weights that scored."""
+        return self._by_side({c: s.weight_version for c, s in self.columns.items()})
+
+    def _by_side(self, told: Mapping[str, str | None]) -> dict[str, str]:
         found = {}
         for label, letters in (("rollout", "BA"), ("trainer", "C")):
-            for column, scoring in self.columns.items():
-                said = scoring.digest or scoring.weight_version
-                if column[0] in letters and said and label not in found:
-                    found[label] = said
+            # the replay's own before the generation's
+            for column in sorted(told, key=lambda c: letters.find(c[0])):
+                if column[0] in letters and told[column] and label not in found:
+                    found[label] = str(told[column])
         return found
 
 

@@ -18,6 +18,7 @@ from layerbisect.bisect.scores.decision_map import floors, stand
 from layerbisect.bisect.scores.effect import EffectMeasure
 from layerbisect.bisect.scores.explain import Judged
 from layerbisect.bisect.scores.measure import PairMeasure
+from layerbisect.bisect.scores.odd_one import OddOneOut
 from layerbisect.bisect.scores.repeats import RepeatMeasure
 from layerbisect.bisect.scores.report import ScoreReport, StepReport
 from layerbisect.bisect.scores.seek import Place, WorstCalls, seek
@@ -136,6 +137,7 @@ def _measure(
     letters = [RepeatMeasure("B", columns, moved), RepeatMeasure("C", columns, moved)]
     rollout = next((c for c in ("behavior", "A", *replays(columns, "B")) if c in columns), None)
     effect = EffectMeasure(rollout, trainer, epsilon) if rollout and trainer else None
+    odd = OddOneOut(dict(zip("ABC", _three(compared), strict=True))) if len(compared) == 3 else None
     sums = _Sums(tuple(dict.fromkeys(column for pair in compared for column in pair)))
     progress.start("measuring responses", sum(len(record) for record in records))
     for number, record in enumerate(records):
@@ -146,6 +148,8 @@ def _measure(
                 letter.add(call)
             if effect:
                 effect.add(call)
+            if odd:
+                odd.add(call)
             sums.add(call, (number, index))
             progress.advance(sums.calls)
     progress.done()
@@ -180,12 +184,17 @@ def _measure(
     )
     return Judged(
         scores=scores,
-        standing=stand(main, floor, tolerance),
+        standing=stand(main, floor, tolerance, odd),
         columns=columns,
         unlike=conditions([record.info.columns for record in records]),
         left_out=sums.tokens - sums.scored,
         cached=sums.cached,
     )
+
+
+def _three(compared: Sequence[tuple[str, str]]) -> tuple[str, str, str]:
+    (a, b), (_, c), _ = compared
+    return a, b, c
 
 
 def _named(record: ScoreRecord) -> str:
@@ -237,4 +246,5 @@ def _step(step: int | None, judged: Judged) -> StepReport:
         step=step,
         maes={pair.name: pair.gap.mae for pair in judged.scores.pairs},
         weights=judged.weights(),
+        versions=judged.versions(),
     )

@@ -14,6 +14,13 @@ _LAYERS = (
     "in the trainer) and run `layerbisect bisect ROLLOUT TRAINER --model DIR`"
 )
 
+_PATH = (
+    "compare the scores that the engine returned with those that reach the trainer; where they are "
+    "the same, capture generation and replay in the server and run `layerbisect bisect SERVER "
+    "SERVER --rollout-requests 'gen-*' --trainer-requests 'replay-*' --labels decode,prefill "
+    "--model DIR`"
+)
+
 
 def next_step(
     status: Status,
@@ -45,6 +52,8 @@ def next_step(
             "`layerbisect scores collect URL --saved RECORD --out RECORD` adds B, between A and C"
         )
     if not culprits:
+        if standing.letter == "A":
+            return _PATH
         if standing.letter == "C":
             return f"`layerbisect weights ROLLOUT TRAINER` first; where they agree, {_LAYERS}"
         return f"what gap rounding alone makes, only layers can tell: {_LAYERS}"
@@ -55,12 +64,7 @@ def next_step(
             "export, transfer and installation"
         )
     if first.operator is None and first.side == "rollout":
-        return (
-            "compare the scores that the engine returned with those that reach the trainer; where "
-            "they are the same, capture generation and replay in the server and run `layerbisect "
-            "bisect SERVER SERVER --rollout-requests 'gen-*' --trainer-requests 'replay-*' "
-            "--labels decode,prefill --model DIR`"
-        )
+        return _PATH
     if first.operator is None:
         return _LAYERS
     return (

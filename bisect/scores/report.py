@@ -140,11 +140,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step's pairs: mean absolute differences by name, and what weights each side said."""
+    """One step's pairs: mean absolute differences by name.
+
+    ``weights`` are digests of what scored, by side, and ``versions`` the names that sides gave it.
+    """
 
     step: int | None
     maes: Mapping[str, float]
     weights: Mapping[str, str]
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,4 +57,7 @@ SPREAD: Mapping[str, Test] = {"one-sidedness": one_sided, "a few tokens against 
 PAIRING = ("swapped samples", "mispaired samples")
 """Of CAUSES, what may befall a few of thousands of responses."""
 
+IMPOSSIBLE = ("positive log-probs", "padding filled")
+"""How findings begin that no sound score makes."""
+
 ALL: Mapping[str, Test] = {**CAUSES, **PLACES, **SPREAD}
