@@ -62,13 +62,13 @@ def chunk_order(sample: PairSample) -> Finding | None:
         evidence=(
             f"put back, {tokens} tokens are {left:.4f} nat apart; as they are recorded {gap:.4f}",
             f"{len(moved)} of {len(chosen)} responses searched",
-            f"response {moved[0][0].call}: {_segments(moved[0][1])}",
+            f"{listed(sample, [moved[0][0].call])}: {_segments(moved[0][1])}",
         ),
         false_alarm=chance(log),
         explains=float(share * (1.0 - left / gap)),
         tokens=tokens,
         mae=gap,
-        where="" if len(moved) == len(chosen) else listed([r.call for r, _ in moved]),
+        where="" if len(moved) == len(chosen) else listed(sample, [r.call for r, _ in moved]),
     )
 
 

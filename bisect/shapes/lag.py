@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,13 +116,13 @@ def shift(sample: PairSample) -> Finding | None:
         explains=max(0.0, (gap - left) * tokens / total),
         tokens=tokens,
         mae=gap,
-        where="" if len(agreeing) == len(every) else listed([m.call for m in agreeing]),
+        where="" if len(agreeing) == len(every) else listed(sample, [m.call for m in agreeing]),
     )
 
 
-def listed(calls: list[int]) -> str:
-    """Name responses by their index: ``responses 3, 5``, or the first eight of many."""
-    shown = ", ".join(str(call) for call in calls[:8])
+def listed(sample: PairSample, calls: Sequence[int]) -> str:
+    """Name responses, such as ``responses s3, s5``, or the first eight of many."""
+    shown = ", ".join(sample.names[call] for call in calls[:8])
     more = f" and {len(calls) - 8} more" if len(calls) > 8 else ""
     return f"response{'s' if len(calls) > 1 else ''} {shown}{more}"
 

@@ -89,7 +89,8 @@ def swapped_samples(sample: PairSample) -> Finding | None:
     here = np.isin(sample.call, list(found)) & sample.active
     sizes = np.abs(sample.first - sample.second)
     gap = float(sizes[here].mean())
-    pairs = ", ".join(f"{i} holds {j}" for i, j in list(sorted(found.items()))[:8])
+    names = sample.names
+    pairs = ", ".join(f"{names[i]} holds {names[j]}" for i, j in sorted(found.items())[:8])
     cycle = set(found) == set(found.values())
     apart = [r for r in responses(sample) if r.gap > 2 * BAD]
     examined = min(len(apart), _RESPONSES)
@@ -109,7 +110,7 @@ def swapped_samples(sample: PairSample) -> Finding | None:
         explains=float(sizes[here].sum() / sizes[sample.active].sum()),
         tokens=int(here.sum()),
         mae=gap,
-        where="" if throughout else listed(sorted(found)),
+        where="" if throughout else listed(sample, sorted(found)),
     )
 
 

@@ -131,7 +131,7 @@ def _finding(sample: PairSample, *, mispaired: bool) -> Finding | None:
         return None
     here = np.isin(gaps.call, calls)
     far, near = (float(np.abs(gaps.d[part]).mean()) for part in (here, ~here))
-    what = sure[0][0] if sure else listed(calls)
+    what = sure[0][0] if sure else listed(sample, calls)
     return Finding(
         test="mispaired samples" if mispaired else "some responses",
         pair=sample.name,
@@ -139,7 +139,7 @@ def _finding(sample: PairSample, *, mispaired: bool) -> Finding | None:
         summary=f"{what}: {far:.4f} nat apart, while the others are {near:.4f}"
         + (", as if one side had scored them in another context" if mispaired else ""),
         evidence=(
-            f"{len(calls)} of {len(split.calls)} responses: {listed(calls)}",
+            f"{len(calls)} of {len(split.calls)} responses: {listed(sample, calls)}",
             *(f"they are the {name} (by chance: {p:.1e})" for name, p in parted),
             f"rank correlation of both sides {np.median([relations[c] for c in calls]):.3f} in "
             f"them and {np.median(others):.3f} in the others",
@@ -191,9 +191,4 @@ def _properties(sample: PairSample, split: Apart) -> list[tuple[str, float]]:
             found.append((f"{name} longer than {values[~apart].max()} tokens", p))
         elif values[apart].max() < values[~apart].min():
             found.append((f"{name} shorter than {values[~apart].min()} tokens", p))
-    for every in (2, 3, 4):
-        rest = set((split.calls[apart] % every).tolist())
-        if len(rest) == 1 and not rest & set((split.calls[~apart] % every).tolist()):
-            said = f"responses {rest.pop()} modulo {every}"
-            found.append((said, min(1.0, 9 * math.exp(-log_choose(len(apart), int(apart.sum()))))))
     return sorted(found, key=lambda item: item[1])

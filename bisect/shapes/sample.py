@@ -28,7 +28,7 @@ class PairSample:
         entropy: float64 [token], entropy (nat) of the distribution that a column scored: of the
             second where it has one, else of the first, else of any other; None where none has.
         entropy_of: which column ``entropy`` belongs to, or "".
-        groups: what each call belongs to.
+        names: what each call is called. groups: what it belongs to.
         noise: mean absolute difference (nat) of the repeats of these columns; 0 where repeats are
             equal, nan where there are none.
     """
@@ -48,6 +48,7 @@ class PairSample:
     cached_second: NDArray[np.int64]
     entropy: NDArray[np.float64] | None
     entropy_of: str
+    names: tuple[str, ...]
     groups: tuple[str, ...]
     noise: float
 
@@ -88,6 +89,7 @@ class PairSample:
             cached_second=cached(second),
             entropy=column(f"{known[0]}.entropy") if known else None,
             entropy_of=known[0] if known else "",
+            names=tuple(c.name for c in calls),
             groups=tuple(c.group for c in calls),
             noise=noise,
         )

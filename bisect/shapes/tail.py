@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,7 @@ def a_few_tokens(sample: PairSample) -> Finding | None:
     if many < ENOUGH or far.mean() > 2 * FEW or share < 0.5:
         return None
     tries, best = 0, (1.0, "", far)
-    for said, member in _groups(tokens, far):
+    for said, member in _groups(tokens, far, sample.names):
         tries += 1
         inside = int((far & member).sum())
         rate = min(0.5, UNEVEN * float(member.mean()))
@@ -109,7 +109,7 @@ def a_few_tokens(sample: PairSample) -> Finding | None:
             "the largest: "
             + ", ".join(
                 f"{tokens.difference[i]:+.4f} at position {tokens.index[i]} of response "
-                f"{tokens.call[i]} (ID {tokens.token[i]})"
+                f"{sample.names[tokens.call[i]]} (ID {tokens.token[i]})"
                 for i in worst
             ),
         ),
@@ -121,7 +121,9 @@ def a_few_tokens(sample: PairSample) -> Finding | None:
     )
 
 
-def _groups(tokens: Tokens, far: NDArray[np.bool_]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+def _groups(
+    tokens: Tokens, far: NDArray[np.bool_], names: Sequence[str]
+) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """What far tokens may share: a phrase for it, and all tokens that share it, bool [token]."""
     before = np.full(len(tokens), -1)
     follows = (np.diff(tokens.call) == 0) & (np.diff(tokens.index) == 1)
@@ -136,7 +138,8 @@ def _groups(tokens: Tokens, far: NDArray[np.bool_]) -> Iterator[tuple[str, NDArr
         values, counts = np.unique(kind[far], return_counts=True)
         for value in values[np.argsort(-counts)[:3]]:
             if value >= 0:
-                yield said.format(value), kind == value
+                called = names[value] if kind is tokens.call else value
+                yield said.format(called), kind == value
     for said, kind in (kinds[0], kinds[1]):
         low, high = int(kind[far].min()), int(kind.max())
         if low >= 0:

@@ -107,6 +107,7 @@ def pair(
         cached_second=np.full(calls, -1),
         entropy=None,
         entropy_of="",
+        names=tuple(f"s{i}" for i in range(calls)),
         groups=tuple(groups if groups is not None else [""] * calls),
         noise=float("nan"),
     )

@@ -67,7 +67,7 @@ def test_a_roll_is_told_from_a_shift(sides: tuple[Array, Array]) -> None:
 def test_some_shifted_responses_are_listed(sides: tuple[Array, Array]) -> None:
     first, second = sides
     first[[2, 5]] = np.roll(first[[2, 5]], -2, axis=1)
-    assert found(pair(first, second))["shift"].where == "responses 2, 5"
+    assert found(pair(first, second))["shift"].where == "responses s2, s5"
 
 
 @pytest.mark.parametrize("order", [[0, 3, 1, 2], [0, 2, 3, 1], [0, 1, 4, 5, 6, 7, 2, 3], [1, 0]])
@@ -89,8 +89,8 @@ def test_swapped_samples_are_named(sides: tuple[Array, Array]) -> None:
     first, second = sides
     first[[2, 5]] = first[[5, 2]]
     finding = only(pair(first, second), "swapped samples")
-    assert finding.where == "responses 2, 5"
-    assert finding.evidence[0] == "2 holds 5, 5 holds 2"
+    assert finding.where == "responses s2, s5"
+    assert finding.evidence[0] == "s2 holds s5, s5 holds s2"
 
 
 def test_a_rotated_batch_is_swapped(sides: tuple[Array, Array]) -> None:
@@ -105,7 +105,10 @@ def test_responses_under_another_prompt_are_mispaired(wrong: list[int], scored: 
     second = scored.second[:16].copy()
     second[wrong] = scored.elsewhere[wrong]
     finding = only(pair(scored.first[:16], second), "mispaired samples")
-    assert finding.where in (f"responses {', '.join(map(str, wrong))}", f"response {wrong[0]}")
+    assert finding.where in (
+        f"responses {', '.join(f's{i}' for i in wrong)}",
+        f"response s{wrong[0]}",
+    )
 
 
 def test_scores_of_other_tokens_are_unrelated(sides: tuple[Array, Array]) -> None:
