@@ -25,6 +25,7 @@ CHANCE = 1e-6
 """Chance of a false alarm at which a shape convicts."""
 
 _MOST = 0.5
+_PART = 1 / 3
 
 SIDES: Mapping[str, str] = {"A": "rollout", "B": "rollout", "C": "trainer"}
 PATHS: Mapping[str, str] = {
@@ -108,7 +109,7 @@ def shapes(
 ) -> tuple[Shape, ...]:
     """Pick what convicts: for each column one shape, of tokens beyond tolerance and repeats.
 
-    Only what a shape explains counts against the tolerance.
+    A shape has to make the gap that matters, or a third of one that does.
 
     One that says what was done to the scores comes before one that says where they are apart.
 
@@ -118,15 +119,15 @@ def shapes(
         tolerance: mean difference (nat) that matters, on the tokens that a shape touches.
         floors: what repeats of a pair's columns differ by (nat).
     """
-    heavy = [
-        f
-        for f in findings
-        if f.false_alarm <= CHANCE
-        and f.test not in SPREAD
+    heavy = []
+    for finding in findings:
+        matters = max(tolerance, CLEAR * floors.get(finding.pair, 0.0))
+        made = finding.mae * finding.explains > matters or finding.explains >= _PART
         # what a sound score cannot be matters whatever else makes the gap
-        and f.mae * (1.0 if f.test.startswith(IMPOSSIBLE) else f.explains)
-        > max(tolerance, CLEAR * floors.get(f.pair, 0.0))
-    ]
+        made = made or finding.test.startswith(IMPOSSIBLE)
+        if finding.false_alarm <= CHANCE and finding.mae > matters and made:
+            if finding.test not in SPREAD:
+                heavy.append(finding)
     chosen: dict[Letter | None, Finding] = {}
     for finding in heavy:
         owner = _owner(finding, heavy, letter)

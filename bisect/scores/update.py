@@ -20,24 +20,53 @@ from layerbisect.captures.errors import RecordError, TokenMismatchError
 from layerbisect.captures.record.call import replays
 from layerbisect.captures.record.file import ScoreRecord
 
+_TOGETHER = 0.5
+_ALONE = 0.15
+_OPENED = 1.5
+_FEWEST = 200
+
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
-    """How far a side's scores moved across the update (mean absolute, nat), and its repeats."""
+class _Moves:
+    """How the two sides' scores moved across the update, token by token (nat).
 
-    by: float
-    repeats: float
+    ``by`` are mean absolute moves and ``repeats`` what the new repeats differ by; ``together`` is
+    the rank correlation of the two sides' moves; ``gap_before`` and ``gap_after`` are B-C.
+    """
 
-    @property
-    def stood(self) -> bool:
-        """Whether the scores are the old ones, as far as repeats can tell."""
-        return self.by <= CLEAR * self.repeats
+    by: Mapping[str, float]
+    repeats: Mapping[str, float]
+    together: float
+    tokens: int
+    gap_before: float
+    gap_after: float
+
+    def stood(self, side: str) -> bool:
+        """Whether the side scores as before, as far as its repeats can tell."""
+        return self.by[side] <= CLEAR * self.repeats[side]
+
+    def said(self) -> tuple[str, ...]:
+        """The moves in sentences."""
+        return (
+            *(
+                f"the {side}'s scores moved by {self.by[side]:.6f} nat across the update (its "
+                f"repeats differ by {self.repeats[side]:.6f})"
+                for side in ("rollout", "trainer")
+            ),
+            f"the two sides' moves have a rank correlation of {self.together:+.2f} over "
+            f"{self.tokens} tokens",
+            f"B-C went from {self.gap_before:.6f} to {self.gap_after:.6f} nat",
+        )
 
 
 def judge_update(
     old: ScoreRecord, new: ScoreRecord, *, tolerance: float = 0.01, epsilon: float = 0.2
 ) -> Verdict:
     """Judge the new scores, and say which side, if one, kept the old weights.
+
+    A side that scores as its repeats do has its old weights. Where both moved, an update that both
+    have moves their scores together, token by token, while what another batch does to one side has
+    nothing to do with the other's move. An update that moves scores less than that says nothing.
 
     Args:
         old: with B0 and C0, scored before the update.
@@ -57,20 +86,11 @@ def judge_update(
             )
     _check_same(old, new)
     # A is evidence from the old weights
-    scored = new.without("A")
-    verdict = judge([scored], tolerance=tolerance, epsilon=epsilon)
-    moved = {
-        side: _moved(old, new, letter) for side, letter in (("rollout", "B"), ("trainer", "C"))
-    }
-    said = tuple(
-        f"the {side}'s scores moved by {move.by:.6f} nat across the update (repeats differ by "
-        f"{move.repeats:.6f})"
-        for side, move in moved.items()
-    )
+    verdict = judge([new.without("A")], tolerance=tolerance, epsilon=epsilon)
+    moves = _moves(old, new)
+    said = moves.said()
     verdict = replace(verdict, reasons=(*verdict.reasons, *said))
-    if verdict.status == "unstable":
-        return verdict
-    stood = [side for side, move in moved.items() if move.stood]
+    stood = [side for side in ("rollout", "trainer") if moves.stood(side)]
     if len(stood) == 2:
         return replace(
             verdict,
@@ -83,12 +103,30 @@ def judge_update(
             next="update the trainer, install its weights on the rollout side, and score again",
         )
     if stood:
-        return _stale(verdict, stood[0], said)
-    ruled = RuledOut("stale weights", "; ".join(said))
-    return replace(verdict, ruled_out=(ruled, *verdict.ruled_out))
+        return _stale(verdict, stood[0], f"the {stood[0]} scores as it did before the update", said)
+    if moves.together >= _TOGETHER:
+        ruled = RuledOut("stale weights", "; ".join(said[-2:]))
+        return replace(verdict, ruled_out=(ruled, *verdict.ruled_out))
+    lagging, leading = sorted(moves.by, key=lambda side: moves.by[side])
+    alone = abs(moves.together) <= _ALONE and moves.tokens >= _FEWEST
+    if (
+        alone
+        and moves.gap_after > _OPENED * moves.gap_before
+        and (moves.by[leading] > _OPENED * moves.by[lagging])
+    ):
+        why = f"the {lagging}'s scores moved, but not with the {leading}'s: as in another batch"
+        return _stale(verdict, lagging, why, said)
+    return replace(
+        verdict,
+        reasons=(
+            *verdict.reasons,
+            "the scores cannot tell whether both sides have the update: it moves them no more "
+            "than noise does; compare what is held (`layerbisect weights`)",
+        ),
+    )
 
 
-def _stale(verdict: Verdict, side: str, said: tuple[str, ...]) -> Verdict:
+def _stale(verdict: Verdict, side: str, why: str, said: tuple[str, ...]) -> Verdict:
     culprit = Culprit(
         layer=None,
         point="weights",
@@ -98,7 +136,7 @@ def _stale(verdict: Verdict, side: str, said: tuple[str, ...]) -> Verdict:
         own_error=float("nan"),
         floor=1.0,
         where="all response tokens",
-        evidence=(f"the {side} scores as it did before the update", *said),
+        evidence=(why, *said),
     )
     return replace(
         verdict,
@@ -128,21 +166,35 @@ def _check_same(old: ScoreRecord, new: ScoreRecord) -> None:
             )
 
 
-def _moved(old: ScoreRecord, new: ScoreRecord, letter: str) -> _Moved:
-    first, second = replays(new.columns, letter)[:2]
-    before = _scores(old, replays(old.columns, letter)[0])
-    after, again = _scores(new, first), _scores(new, second)
-    names = list(before)
-    return _Moved(
-        by=_mean([np.abs(before[n] - after[n]) for n in names]),
-        repeats=_mean([np.abs(after[n] - again[n]) for n in names]),
+def _moves(old: ScoreRecord, new: ScoreRecord) -> _Moves:
+    def column(record: ScoreRecord, letter: str, number: int) -> NDArray[np.float64]:
+        name = replays(record.columns, letter)[number]
+        scores = {c.name: np.where(c.mask, c.scores[name], np.nan) for c in record}
+        # the records may hold the calls in different orders
+        return np.concatenate([scores[call] for call in old.names])
+
+    before = {letter: column(old, letter, 0) for letter in "BC"}
+    after = {letter: column(new, letter, 0) for letter in "BC"}
+    again = {letter: column(new, letter, 1) for letter in "BC"}
+    used = np.isfinite([*before.values(), *after.values(), *again.values()]).all(0)
+    move = {letter: (after[letter] - before[letter])[used] for letter in "BC"}
+    sides = (("rollout", "B"), ("trainer", "C"))
+    return _Moves(
+        by={side: float(np.abs(move[letter]).mean()) for side, letter in sides},
+        repeats={
+            side: float(np.abs((after[letter] - again[letter])[used]).mean())
+            for side, letter in sides
+        },
+        together=_rank_correlation(move["B"], move["C"]),
+        tokens=int(used.sum()),
+        gap_before=float(np.abs((before["B"] - before["C"])[used]).mean()),
+        gap_after=float(np.abs((after["B"] - after["C"])[used]).mean()),
     )
 
 
-def _scores(record: ScoreRecord, column: str) -> Mapping[str, NDArray[np.float64]]:
-    return {call.name: np.where(call.mask, call.scores[column], np.nan) for call in record}
-
-
-def _mean(parts: list[NDArray[np.float64]]) -> float:
-    values = np.concatenate(parts)
-    return float(values[np.isfinite(values)].mean())
+def _rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Spearman's correlation; 0 where a side does not vary."""
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return 0.0
+    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])

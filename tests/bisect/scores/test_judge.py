@@ -375,3 +375,97 @@ def test_what_changes_a_and_b_alike_is_said_to_look_like_a_fault_of_c() -> None:
     verdict = judge([run(36, change=lowered("A", "B0", "B1"))])
     (culprit,) = verdict.culprits
     assert any("A and B agree with each other" in sentence for sentence in culprit.evidence)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "size"),
+    [
+        # names alone, which this side gave to no weights in particular
+        (
+            {"B": ("default", None), "C": ("0", "t0")},
+            {"B": ("default", None), "C": ("1", "t1")},
+            1.0,
+        ),
+        # a digest at one step and none at the other
+        ({"B": (None, "r0"), "C": (None, "t0")}, {"B": ("v", None), "C": (None, "t0")}, 1.0),
+        # a gap that did not open
+        ({"B": (None, "r0"), "C": (None, "t0")}, {"B": (None, "r0"), "C": (None, "t1")}, 0.0),
+    ],
+)
+def test_no_update_is_missed_where_nothing_shows_it(
+    before: dict[str, Any], after: dict[str, Any], size: float
+) -> None:
+    def scored(said: dict[str, Any]) -> dict[str, Scoring]:
+        def one(letter: str) -> Scoring:
+            version, digest = said[letter]
+            return Scoring(worker="w", weight_version=version, digest=digest)
+
+        return {name: one("C" if name[0] == "C" else "B") for name in ("A", "B0", "B1", "C0", "C1")}
+
+    change = noisy("C0", "C1", size=size) if size else None
+    records = [
+        run(37, step=0, scoring=scored(before), noise=0.02),
+        run(38, step=1, scoring=scored(after), noise=0.02, change=change),
+    ]
+    assert not [c for c in judge(records).culprits if c.operator == "weights"]
+
+
+def test_versions_that_both_sides_share_tell_a_missed_update() -> None:
+    def scored(rollout: str, trainer: str) -> dict[str, Scoring]:
+        named = {"A": rollout, "B0": rollout, "B1": rollout, "C0": trainer, "C1": trainer}
+        return {name: Scoring(worker="w", weight_version=said) for name, said in named.items()}
+
+    records = [
+        run(39, step=0, scoring=scored("4", "4")),
+        run(40, step=1, scoring=scored("4", "5"), change=noisy("C0", "C1", size=1.0)),
+    ]
+    (culprit, *_) = judge(records).culprits
+    assert (culprit.operator, culprit.side) == ("weights", "rollout")
+
+
+@pytest.mark.parametrize(
+    ("responses", "tokens", "noise"), [(1, 400, 0.04), (3, 12, 0.04), (4, 33, 0.12), (8, 128, 0.06)]
+)
+def test_exchangeable_noise_convicts_no_path(responses: int, tokens: int, noise: float) -> None:
+    for seed in range(15):
+        verdict = judge([run(seed, responses=responses, tokens=tokens, noise=noise)])
+        assert not verdict.culprits, (seed, verdict.culprits)
+
+
+def test_decode_that_rounds_more_than_prefill_is_not_convicted() -> None:
+    verdict = judge([run(41, noise=0.005, change=noisy("A", size=0.05))])
+    assert (verdict.status, verdict.culprits) == ("divergent", ())
+    assert "generation (A) differs from both others" in " ".join(verdict.reasons)
+    assert "decode,prefill" in verdict.next
+
+
+def test_a_token_that_moves_a_little_is_a_note() -> None:
+    def moves(scores: Columns, _: Generator) -> Columns:
+        scores["B1"][3] -= 0.012
+        return scores
+
+    verdict = judge([run(42, change=moves)])
+    assert verdict.status == "agree"
+    assert any("repeats of B differ" in reason for reason in verdict.reasons)
+
+
+def test_a_trainer_that_does_not_repeat_is_unstable_beside_any_gap() -> None:
+    def dropout(scores: Columns, generator: Generator) -> Columns:
+        for column in ("C0", "C1"):
+            error = generator.normal(size=len(scores["A"])) * 0.4
+            scores[column] = below(scores[column] + error)
+        return scores
+
+    verdict = judge([run(43, noise=0.04, change=dropout)])
+    assert (verdict.status, verdict.culprits) == ("unstable", ())
+    assert "make C repeat first" in verdict.next
+
+
+def test_rounding_that_explains_nothing_convicts_nobody() -> None:
+    def rounded(scores: Columns, _: Generator) -> Columns:
+        bits = scores["A"].astype(np.float32).view(np.uint32)
+        scores["A"] = ((bits + 0x8000) & 0xFFFF0000).view(np.float32).astype(np.float64)
+        return scores
+
+    verdict = judge([run(44, noise=0.06, change=rounded)])
+    assert verdict.status == "divergent" and not verdict.culprits

@@ -41,6 +41,44 @@ def test_a_side_that_scores_as_before_is_stale(stale: str) -> None:
     assert f"the {stale} scores as it did before" in culprit.evidence[0]
 
 
+def rebatched(*, installed: bool, drift: float, seed: int) -> Verdict:
+    """An update of size ``drift``, with the rollout's replay in another batch than before."""
+    old = run(seed, noise=0.01)
+    generator = np.random.default_rng(seed)
+    columns = {name: Scoring() for name in ("B0", "B1", "C0", "C1")}
+    calls = []
+    for call in old:
+        shift = generator.normal(size=len(call.response)) * drift
+        other = generator.normal(size=len(call.response)) * 0.008
+        b = below(call.scores["B0"] + other + (shift if installed else 0.0))
+        c = below(call.scores["C0"] + shift)
+        scores = {"B0": b, "B1": b, "C0": c, "C1": c}
+        calls.append(Call.of(call.name, call.prompt, call.response, scores))
+    return judge_update(old, ScoreRecord(RecordInfo(columns=columns), calls))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stale_rollout_in_another_batch_is_stale(seed: int) -> None:
+    verdict = rebatched(installed=False, drift=0.05, seed=seed)
+    assert [(c.operator, c.side) for c in verdict.culprits] == [("weights", "rollout")]
+    assert not any(r.hypothesis == "stale weights" for r in verdict.ruled_out)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_installed_update_in_another_batch_is_not_stale(seed: int) -> None:
+    verdict = rebatched(installed=True, drift=0.05, seed=seed)
+    assert not [c for c in verdict.culprits if c.operator == "weights"]
+    assert verdict.ruled_out[0].hypothesis == "stale weights"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_update_smaller_than_noise_is_neither(installed: bool) -> None:
+    verdict = rebatched(installed=installed, drift=0.002, seed=9)
+    assert not verdict.culprits
+    assert not any(r.hypothesis == "stale weights" for r in verdict.ruled_out)
+    assert "cannot tell whether both sides have the update" in verdict.reasons[-1]
+
+
 def test_two_sides_that_score_as_before_were_not_updated() -> None:
     verdict = carried(rollout=False, trainer=False)
     assert verdict.status == "inconclusive" and "no update" in verdict.reasons[0]
