@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -110,6 +110,25 @@ class ConsoleProgress:
         name, total = self._stage
         left = (now - self._since) / self._done * max(total - self._done, 0)
         self._console.print(f"{name}: {self._done} of {total}, about {left:.0f} s left")
+
+
+def of_replays(progress: ConsoleProgress, passes: int) -> Callable[[int, int], None]:
+    """Make a callback that shows each replay, of so many, as a stage of its requests.
+
+    It takes the requests of all replays that are done, beginning with none, and how many there are.
+    """
+    shown = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal shown
+        requests = max(total // passes, 1)
+        number = min(done // requests + 1, passes)
+        if number != shown:
+            shown = number
+            progress.start(f"replay {number} of {passes}", requests)
+        progress.advance(done - (number - 1) * requests)
+
+    return tell
 
 
 @contextmanager

@@ -4,6 +4,8 @@
 
     [1, 17, 4, 99]
     {"ids": [1, 17, 4, 99], "name": "answer-7", "prompt_length": 2}
+
+``prompt_ids`` is another name of ``ids``, for prompts that something is generated from.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from layerbisect.captures.errors import LayerBisectError
 
-KEYS = ("ids", "name", "prompt_length")
+KEYS = ("ids", "prompt_ids", "name", "prompt_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,15 @@ def _sequence(line: str, where: str, default: str) -> TokenSequence:
         raise LayerBisectError(f"{where} is not JSON: {error}") from None
     if isinstance(value, list):
         value = {"ids": value}
+    elif isinstance(value, dict) and "ids" not in value and "prompt_ids" in value:
+        value = {"ids": value["prompt_ids"], **value}
+        del value["prompt_ids"]
     if not isinstance(value, dict) or not isinstance(value.get("ids"), list):
         raise LayerBisectError(
             f"{where} holds {line.strip():.40}; give a list of token IDs, or an object with ids"
         )
+    if "prompt_ids" in value:
+        raise LayerBisectError(f"{where} has ids and prompt_ids, which mean the same; give one")
     unknown = sorted(value.keys() - set(KEYS))
     if unknown:
         raise LayerBisectError(f"{where} has {unknown[0]!r}; the keys are {', '.join(KEYS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,29 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class Whole(click.IntRange):
+    """A whole number in a range; click calls what is none "not a valid integer range"."""
+
+    name = "integer"
+
+
+class Positive(click.FloatRange):
+    """A finite number above 0; click's own ranges let nan pass."""
+
+    name = "float"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or raise a usage error that names it."""
+        number = click.FLOAT.convert(value, param, ctx)
+        if not 0 < number < math.inf:
+            self.fail(f"{value} is no finite number above 0", param, ctx)
+        return number
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 WIDTH = 100

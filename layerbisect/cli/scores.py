@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from layerbisect.cli.scores_carry import carry
-from layerbisect.cli.scores_collect import collect, trainer
+from layerbisect.cli.scores_collect import collect
 from layerbisect.cli.scores_compare import compare
 from layerbisect.cli.scores_judge import judge
+from layerbisect.cli.scores_trainer import trainer
 
 
 class _InOrder(click.Group):

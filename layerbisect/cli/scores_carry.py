@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from layerbisect.captures.errors import RecordError
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option, page
+from layerbisect.cli.options import Positive, console, json_option, page
 
 _FILE = click.Path(path_type=Path)
 
@@ -24,10 +25,26 @@ _FILE = click.Path(path_type=Path)
     is_flag=True,
     help="Let the worker load --model first; without it, the update is your trainer's to make.",
 )
-@click.option("--weight-version", metavar="NAME", help="What the new weights are called.")
-@click.option("--tolerance", type=float, default=0.01, show_default=True, metavar="NAT")
 @click.option(
-    "--timeout", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A request."
+    "--weight-version",
+    metavar="NAME",
+    help="What the new weights are called, or with --install are to be called.",
+)
+@click.option(
+    "--tolerance",
+    type=Positive(),
+    default=0.01,
+    show_default=True,
+    metavar="NAT",
+    help="Mean absolute difference that is accepted.",
+)
+@click.option(
+    "--timeout",
+    type=Positive(),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each request.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence.")
 @json_option
@@ -43,10 +60,10 @@ def carry(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Score the responses of OLD, which has A, B0 and C0 at the old weights, at the new ones.
+    """Score the responses of OLD, which has B0 and C0 at the old weights, at the new ones.
 
     The worker at URL replays them twice and the model scores them twice. Where one side scores as
-    it did before, it has the old weights still.
+    it did before, it has the old weights still. A is of the old weights, and not in the new record.
 
     \b
     Example:
@@ -56,32 +73,52 @@ def carry(
     from layerbisect.bisect.scores.update import judge_update
     from layerbisect.captures.record.file import ScoreRecord
     from layerbisect.captures.record.replay import replay
+    from layerbisect.captures.record.rollout import new_file
     from layerbisect.captures.record.trainer import score
     from layerbisect.captures.sglang.worker import Worker
     from layerbisect.loading import load_model
-    from layerbisect.progress import shown
+    from layerbisect.progress import of_replays, shown
     from layerbisect.render_scores import render_scores
 
     before = ScoreRecord.open(old)
+    for column in ("B0", "C0"):
+        if column not in before.columns:
+            raise RecordError(
+                f"{old} has no column {column}; give a record that was scored on both sides before "
+                "the update"
+            )
     rollout = Worker(worker, timeout=timeout)
+    new_file(out)
     with shown(console(stderr=True)) as progress:
-        if install:
-            progress.start("installing the weights", 1)
-            rollout.load_weights(model, weight_version)
-        progress.start("replaying", 2)
-        version = weight_version or rollout.weight_version()
-        carried = replay(
-            before.generated(),
-            rollout,
-            out,
-            weight_version=version,
-            progress=progress.advance,
-        )
+        # a checkpoint that is not whole ends a worker that loads it
         progress.start("loading the model", 1)
         loaded = load_model(model)
+        if install:
+            progress.start("installing the weights", 1)
+            rollout.load_weights(model.absolute(), weight_version)
+        served = rollout.weight_version()
+        carried = replay(
+            before.without(*before.columns),
+            rollout,
+            out,
+            weight_version=served,
+            batches=before.info.columns["B0"].batches,
+            progress=of_replays(progress, 2),
+        )
         progress.start("scoring responses", 1)
         carried = score(
-            carried, loaded, out, grad=False, weight_version=version, progress=progress.advance
+            carried,
+            loaded,
+            out,
+            grad=False,
+            weight_version=weight_version,
+            progress=progress.advance,
+        )
+    if weight_version is not None and served not in (None, weight_version):
+        click.echo(
+            f"note: {rollout.url} calls its weights {served!r} and not {weight_version!r}; they "
+            "were scored as they are",
+            err=True,
         )
     verdict = judge_update(before, carried, tolerance=tolerance)
     if as_json:

@@ -1,16 +1,26 @@
-"""`layerbisect scores collect` and `trainer`: A and B from SGLang workers, C from a model."""
+"""`layerbisect scores collect`: A and B from SGLang workers."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.errors import LayerBisectError, WorkerError
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option
+from layerbisect.cli.options import Positive, Whole, console, json_option
+from layerbisect.wording import count
+
+if TYPE_CHECKING:
+    from layerbisect.captures.record.file import ScoreRecord
 
 _FILE = click.Path(path_type=Path)
+_OF_GENERATION = ("samples", "max_new_tokens", "temperature", "original_logprobs", "step")
 
 
 @click.command(short_help="Generate once, keep A, and replay the same tokens as B.")
@@ -19,20 +29,22 @@ _FILE = click.Path(path_type=Path)
     "--prompts",
     type=_FILE,
     metavar="FILE",
-    help="JSON lines of token IDs to generate from.",
+    help="Token IDs to generate from, a line each: [1, 17, 4], or "
+    '{"ids": [1, 17, 4], "name": "sum"}.',
 )
 @click.option(
     "--saved",
     type=_FILE,
     metavar="FILE",
-    help="A rollout of your own, as JSON lines or as a record: its A is kept and only B collected.",
+    help="A rollout of your own: a record, or JSON lines with the keys named above. Its A is kept "
+    "and only B collected.",
 )
 @click.option("--out", type=_FILE, required=True, metavar="FILE", help="The record to write.")
-@click.option("--samples", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--samples", type=Whole(1), default=2, show_default=True)
+@click.option("--max-new-tokens", type=Whole(1), default=128, show_default=True)
 @click.option(
     "--temperature",
-    type=float,
+    type=Positive(),
     default=1.0,
     show_default=True,
     help="Other than 1, A is of another distribution than B, and the record says so.",
@@ -42,7 +54,7 @@ _FILE = click.Path(path_type=Path)
     is_flag=True,
     help="The server runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1: A is raw at any temperature.",
 )
-@click.option("--replays", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--replays", type=Whole(1), default=2, show_default=True)
 @click.option(
     "--worker", "workers", multiple=True, metavar="URL", help="One replay on another worker, too."
 )
@@ -53,9 +65,14 @@ _FILE = click.Path(path_type=Path)
     show_default=True,
     help="Ask for checksums of the weights around each replay, which reads all of them.",
 )
-@click.option("--step", type=int, help="Updates of the policy before this rollout.")
+@click.option("--step", type=Whole(0), help="Updates of the policy before this rollout.")
 @click.option(
-    "--timeout", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A request."
+    "--timeout",
+    type=Positive(),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each request.",
 )
 @json_option
 def collect(
@@ -77,6 +94,11 @@ def collect(
 ) -> int:
     """Collect A and B from the SGLang worker at URL; whatever goes wrong later, A is kept.
 
+    A line of --saved is one call of the model, an object with prompt_ids, response_ids and
+    logprobs, and where you have them behavior_logprobs, loss_mask, name, group, turn, context,
+    worker, weight_version, temperature, definition (raw, temperature, behavior or unknown) and
+    step.
+
     \b
     Example:
       layerbisect scores collect http://127.0.0.1:30000 --prompts p.jsonl --out run.safetensors
@@ -84,21 +106,25 @@ def collect(
     """
     if (prompts is None) == (saved is None):
         raise LayerBisectError("give either --prompts to generate from, or --saved with an A")
+    if saved is not None:
+        _refuse_unused()
     from layerbisect.captures.record.replay import replay
     from layerbisect.captures.record.rollout import collect as generate
     from layerbisect.captures.sglang.worker import Worker
-    from layerbisect.progress import shown
+    from layerbisect.progress import of_replays, shown
 
     first = Worker(worker, timeout=timeout)
     others = [Worker(url, timeout=timeout) for url in workers]
     through = None if router is None else Worker(router, timeout=timeout)
     passes = replays + len(others) + (replays if through else 0)
-    with shown(console(stderr=True)) as progress:
+    again = [word for url in workers for word in ("--worker", url)]
+    again += [] if router is None else ["--router", router]
+    with _resumable(worker, out, again), shown(console(stderr=True)) as progress:
         if prompts is not None:
             from layerbisect.token_file import read_tokens
 
             asked = read_tokens(prompts)
-            progress.start("generating and replaying", passes)
+            progress.start(f"generating {count(samples * len(asked), 'response')}", 1)
             record = generate(
                 first,
                 [one.ids for one in asked],
@@ -113,91 +139,70 @@ def collect(
                 groups=[one.name for one in asked],
                 step=step,
                 digests=digests,
-                progress=progress.advance,
+                progress=of_replays(progress, passes),
             )
         else:
             assert saved is not None
-            from layerbisect.captures.record.file import ScoreRecord
-            from layerbisect.captures.record.saved import read_rollout
-
-            open_saved = ScoreRecord.open if saved.suffix == ".safetensors" else read_rollout
-            progress.start("replaying", passes)
             record = replay(
-                open_saved(saved),
+                _open_saved(saved),
                 first,
                 out,
                 replays=replays,
                 workers=others,
                 router=through,
                 digests=digests,
-                progress=progress.advance,
+                progress=of_replays(progress, passes),
             )
-    return _said(record.columns, len(record), out, as_json)
+    return echo_record(record.columns, len(record), out, as_json)
 
 
-@click.command(short_help="Score a record's responses with a transformers model: C.")
-@click.argument("record", type=_FILE)
-@click.option("--model", type=_FILE, required=True, metavar="DIR", help="Checkpoint directory.")
-@click.option("--repeats", type=click.IntRange(1), default=2, show_default=True)
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Compute in this; the checkpoint's own dtype where not given.",
-)
-@click.option(
-    "--attention", type=click.Choice(["eager", "sdpa"]), default="sdpa", show_default=True
-)
-@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="Such as cuda:0.")
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--weight-version", help="The state of the weights, by the trainer's own count.")
-@json_option
-def trainer(
-    record: Path,
-    model: Path,
-    repeats: int,
-    dtype: str | None,
-    attention: str,
-    device: str,
-    batch_size: int,
-    weight_version: str | None,
-    as_json: bool,
-) -> int:
-    """Add C0, C1, ... and C.grad, the gradient-enabled forward, to the file RECORD.
-
-    For another trainer, call `layerbisect.captures.record.trainer.score` in its own process with a
-    function that scores.
-
-    \b
-    Example:
-      layerbisect scores trainer run.safetensors --model policy
-    """
+def _open_saved(path: Path) -> ScoreRecord:
     from layerbisect.captures.record.file import ScoreRecord
-    from layerbisect.captures.record.trainer import score
-    from layerbisect.loading import load_model
-    from layerbisect.progress import shown
+    from layerbisect.captures.record.saved import read_rollout
 
-    opened = ScoreRecord.open(record)
-    with shown(console(stderr=True)) as progress:
-        progress.start("loading the model", 1)
-        # C.grad is the forward as training runs it
-        loaded = load_model(model, dtype=dtype, attention=attention, device=device).train()
-        progress.start("scoring responses", 1)
-        scored = score(
-            opened,
-            loaded,
-            record,
-            repeats=repeats,
-            batch_size=batch_size,
-            weight_version=weight_version,
-            progress=progress.advance,
-        )
-    return _said(scored.columns, len(scored), record, as_json)
+    try:
+        with path.open("rb") as file:
+            # the length that a record's file begins with, in 8 bytes; no text has a zero in it
+            binary = b"\0" in file.read(8)
+    except OSError:
+        binary = False
+    record = binary or path.suffix == ".safetensors"
+    return ScoreRecord.open(path) if record else read_rollout(path)
 
 
-def _said(columns: tuple[str, ...], calls: int, path: Path, as_json: bool) -> int:
+def _refuse_unused() -> None:
+    """Raise where an option of generation is given beside a rollout that is generated."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) == ParameterSource.COMMANDLINE
+        if given and parameter.name in _OF_GENERATION:
+            raise click.UsageError(
+                f"{parameter.opts[0]} is of generation, and --saved generates nothing; leave it out"
+            )
+
+
+@contextmanager
+def _resumable(worker: str, out: Path, options: list[str]) -> Iterator[None]:
+    """End a failed or interrupted collection, once there is an A, with how to go on."""
+    kept = ["--saved", str(out), "--out", str(out)]
+    command = shlex.join(["layerbisect", "scores", "collect", worker, *kept, *options])
+    try:
+        yield
+    except WorkerError as error:
+        if out.exists():
+            raise WorkerError(f"{error}: go on with `{command}`") from error
+        raise
+    except KeyboardInterrupt:
+        if out.exists():
+            click.echo(f"{out} keeps A and every whole replay: go on with `{command}`", err=True)
+        raise
+
+
+def echo_record(columns: tuple[str, ...], calls: int, path: Path, as_json: bool) -> int:
+    """Say what a record holds now, for people or as JSON."""
     if as_json:
         echo_json({"schema": 1, "record": str(path), "calls": calls, "columns": list(columns)})
     else:
-        click.echo(f"{calls} responses with {', '.join(columns)}", err=True)
+        click.echo(f"{count(calls, 'response')} with {', '.join(columns)}", err=True)
         click.echo(path)
     return 0
