@@ -213,12 +213,15 @@ def temperatures(report: Report, rollout: Rollout, model: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run everything; 0 where every verdict names what was planted."""
+    """Run everything; 0 where every verdict names what was planted, 2 where nothing can be run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="new directory for all records")
     parser.add_argument("--tokens", type=int, default=128, help="response tokens")
     parser.add_argument("--page", type=Path, help="write what is printed as a page, too")
     options = parser.parse_args(arguments)
+    if options.work.exists():
+        print(f"error: {options.work} exists; name a new directory by --work", file=sys.stderr)
+        return 2
     import torch
 
     torch.set_num_threads(1)
