@@ -51,7 +51,7 @@ def test_tokens_are_read_with_names_and_prompt_lengths(tokens: Path) -> None:
         ("[1, 2", "line 1 is not JSON: Expecting ',' delimiter"),
         ("[1]\n7", "line 2 holds 7; give a list of token IDs, or an object with ids"),
         ('{"name": "a"}', 'line 1 holds {"name": "a"}; give a list'),
-        ('{"ids": [1], "prompt": 1}', "line 1 has 'prompt'; the keys are ids, prompt_ids, name, prompt_length"),
+        ('{"ids": [1], "prompt": 1}', "line 1 has 'prompt'; the keys are ids, prompt_ids, name, "),
         ('{"ids": [1], "name": 3}', "line 1 has the name 3; give a text"),
         ('{"ids": [1], "name": "s1"}\n[2]', "line 2 has the name 's1', which line 1 has too"),
         ("[]", "line 1 holds no token"),
