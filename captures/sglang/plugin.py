@@ -11,7 +11,8 @@ Installed with layerbisect and inert until a variable names a directory::
 ``LAYERBISECT_LABEL``
     what to call this side; ``rollout`` where it is not set.
 
-``LAYERBISECT_WEIGHTS`` asks for snapshots of the weights instead, or as well: see
+``LAYERBISECT_WEIGHTS`` asks for snapshots of the weights instead, or as well: one whenever the
+server is asked for checksums and the weights have changed since the last, see
 `layerbisect.captures.sglang.weight_session`.
 
 Where ``SGLANG_PLATFORM`` names a platform of another package, SGLang leaves out every other package
@@ -73,7 +74,9 @@ def _refuse_old(directory: Path) -> None:
 def _save_weights(directory: Path) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+    # not of the model runner: here every process has the checksums of all
+    module = "sglang.srt.managers.scheduler_components.weight_updater"
+    target = f"{module}.SchedulerWeightUpdaterManager.check_weights"
     HookRegistry.register(target, WeightSession(directory).checked, HookType.AFTER)
 
 

@@ -47,7 +47,11 @@ def weights_of(runner: Any) -> tuple[list[Part], dict[str, str]]:
     block = getattr(getattr(runner.model, "quant_config", None), "weight_block_size", None)
     for path, module in runner.model.named_modules():
         own = list(module.named_parameters(recurse=False))
+        left_out |= _riding_along(module, plain_name(path))
         for name, tensor in own:
+            if getattr(tensor, "_skip_weight_check", False):
+                # of the engine's own, such as the scales of its KV cache
+                continue
             full = plain_name(f"{path}.{name}" if path else name)
             try:
                 _check_packing(module, tensor, {n for n, _ in own})
@@ -55,6 +59,16 @@ def weights_of(runner: Any) -> tuple[list[Part], dict[str, str]]:
             except NotLogical as why:
                 left_out[full] = str(why)
     return parts, left_out
+
+
+def _riding_along(module: Any, path: str) -> dict[str, str]:
+    """Name the shared experts that an engine holds behind the routed ones."""
+    routed = getattr(module, "_num_local_routed", None)
+    if routed is None or routed == module.num_local_experts:
+        return {}
+    stem = f"{path.rpartition('.')[0]}.shared_experts"
+    why = "held behind the routed experts"
+    return {f"{stem}.{name}.weight": why for name in (*_GATE_UP, "down_proj")}
 
 
 def _check_packing(module: Any, tensor: torch.Tensor, names: set[str]) -> None:

@@ -30,9 +30,10 @@ def weights(
     """Compare the weights that two sides hold, by the names that a checkpoint has for them.
 
     ROLLOUT and TRAINER are checkpoint directories or weight snapshots. An SGLang server that was
-    started with LAYERBISECT_WEIGHTS=DIR writes a snapshot into DIR/000, 001, ... each time it is
-    asked for checksums; in a trainer `layerbisect.captures.weights.snapshot.save_weights(model,
-    DIR)` writes one.
+    started with LAYERBISECT_WEIGHTS=DIR writes a snapshot when it is asked for checksums: DIR/000
+    at first, and 001, ... where its weights have changed since, so that the newest is what it holds
+    (`layerbisect scores` asks, too). In a trainer
+    `layerbisect.captures.weights.snapshot.save_weights(model, DIR)` writes one.
 
     \b
     Example:

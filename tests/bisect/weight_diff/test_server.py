@@ -39,11 +39,10 @@ class Running:
     new: Path
 
     def snapshot(self) -> Path:
-        """Have the server write its weights, and return where."""
-        taken = len(list(self.weights.iterdir())) if self.weights.exists() else 0
+        """Have the server write its weights if they changed, and return the newest."""
         answer = self.server.post("/weights_checker", {"action": "checksum"})
         assert answer["success"], answer
-        return self.weights / f"{taken:03d}"
+        return max(self.weights.iterdir())
 
     def update(self, model: Path, version: str) -> None:
         """Load other weights while the server runs."""
@@ -99,6 +98,8 @@ def updated_agrees(running: Running, ranks: int) -> None:
     assert report and report.coverage.same == tensors(running.old), report.groups
     assert not any(report.coverage.only.values()) and not report.coverage.not_compared
     snapshot = WeightSnapshot.open(before)
+    # asking again changes nothing
+    assert running.snapshot() == before and len(list(running.weights.iterdir())) == 1
     assert set(snapshot.ranks) == set(range(ranks)) and snapshot.problems == ()
     assert snapshot.info.engine == "sglang" and snapshot.info.parallel["tp"] == ranks
 
@@ -112,6 +113,7 @@ def updated_agrees(running: Running, ranks: int) -> None:
     assert compare(after, running.new).coverage.same == tensors(running.new)
     assert not compare(after, running.old)
     assert WeightSnapshot.open(after).info.weight_version == "step-1"
+    assert running.snapshot() == after != before
     # what was written before stays as it was
     assert compare(before, running.old)
 

@@ -1,10 +1,11 @@
 """What an SGLang process holds, mapped to checkpoint tensors; with modules that stand in for its.
 
-The real modules are seen by tests/bisect/test_weights_server.py.
+The real modules are seen by tests/bisect/weight_diff/test_server.py.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from enum import Enum
 from pathlib import Path
@@ -168,6 +169,21 @@ def test_what_a_kernel_packed_is_left_out(
     assert left_out["mlp.experts.w13_weight"] == said
 
 
+def test_shared_experts_behind_the_routed_ones_are_said_to_be_left_out() -> None:
+    packed = torch.randn(5, 8, 6), torch.randn(5, 6, 4)
+    layer = experts(*packed, _num_local_routed=4, num_local_experts=5)
+    parts, left_out = held_by({"mlp.experts": layer})
+    assert len(parts) == 12
+    assert left_out["mlp.shared_experts.up_proj.weight"] == "held behind the routed experts"
+
+
+def test_what_is_of_the_engine_alone_is_no_weight() -> None:
+    layer = Stand({"weight": torch.randn(4), "k_scale": torch.ones(1)})
+    scale: Any = layer.k_scale
+    scale._skip_weight_check = True
+    assert held_by({"attn": layer})[0].keys() == {"attn.weight"}
+
+
 def test_quantised_values_without_their_scales_are_left_out() -> None:
     layer = Stand({"weight": torch.randn(4, 4).to(torch.float8_e4m3fn)})
     parts, left_out = held_by({"a.o_proj": layer})
@@ -212,34 +228,81 @@ def runner(**settings: Any) -> Any:
     )
 
 
-def test_each_checksum_writes_the_next_snapshot(session: WeightSession, tmp_path: Path) -> None:
-    for action in ("snapshot", "checksum", "compare", "checksum"):
-        session.checked(None, runner(), action=action, role="target")
-    draft = runner()
-    draft.is_draft_worker = True
-    session.checked(None, draft, action="checksum", role="draft")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["000", "001"]
-    snapshot = WeightSnapshot.open(tmp_path / "001")
+def ask(
+    session: WeightSession,
+    sums: tuple[str, ...] = ("a",),
+    action: str = "checksum",
+    selector: str = "all",
+    skip: list[str] | None = None,
+    success: bool = True,
+) -> None:
+    """Let a process answer a request about its weights, as SGLang does."""
+    payload = [SimpleNamespace(per_gpu_checksum=one) for one in sums]
+    session.checked(
+        SimpleNamespace(success=success, payload=payload if action == "checksum" else None),
+        SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner())),
+        SimpleNamespace(action=action, selector=selector, skip_tensor_list=skip),
+    )
+
+
+def written(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+def test_a_checksum_writes_a_snapshot_where_the_weights_changed(
+    session: WeightSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(session, action="snapshot")
+    ask(session, selector="draft")
+    ask(session, success=False)
+    assert written(tmp_path) == []
+    for _ in range(6):
+        ask(session)
+    ask(session, action="compare")
+    assert written(tmp_path) == ["000"]
+    snapshot = WeightSnapshot.open(tmp_path / "000")
     assert snapshot.names() == ("norm.weight",) and snapshot.problems == ()
     assert snapshot.info.weight_version == "v1" and snapshot.info.label == "rollout"
+    ask(session, ("b",))
+    assert written(tmp_path) == ["000", "001"]
+    # the same again under another version, and what it held before
+    monkeypatch.setattr(sglang_weight_session, "weight_version", lambda runner: "v2")
+    ask(session, ("b",))
+    ask(session, ("a",))
+    ask(session, ("a",))
+    assert written(tmp_path) == ["000", "001", "002", "003"]
+    shutil.rmtree(tmp_path / "003")
+    ask(session, ("a",))
+    assert written(tmp_path) == ["000", "001", "002", "004"]
+
+
+def test_checksums_that_do_not_tell_all_weights_spare_no_snapshot(
+    session: WeightSession, tmp_path: Path
+) -> None:
+    # another stage of a pipeline is not among them
+    for _ in range(2):
+        ask(session, ("a", "b"))
+    for _ in range(2):
+        ask(session, skip=["norm"])
+    assert written(tmp_path) == ["000", "001", "002", "003"]
 
 
 def test_a_later_server_goes_on_counting(
     session: WeightSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session.checked(None, runner(), action="checksum")
+    ask(session)
     monkeypatch.delenv("LAYERBISECT_WEIGHTS_FIRST")
-    WeightSession(tmp_path).checked(None, runner(), action="checksum")
+    ask(WeightSession(tmp_path))
     # a process of the same server counts as the one that started it
-    WeightSession(tmp_path).checked(None, runner(), action="snapshot")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["000", "001"]
+    ask(WeightSession(tmp_path), action="snapshot")
+    assert written(tmp_path) == ["000", "001"]
 
 
 def test_digests_on_request(
     session: WeightSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAYERBISECT_WEIGHTS_FORM", "digests")
-    session.checked(None, runner(), action="checksum")
+    ask(session)
     assert not WeightSnapshot.open(tmp_path / "000").info.values
 
 
@@ -250,13 +313,13 @@ def test_an_error_is_in_the_snapshot_and_not_in_the_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("LAYERBISECT_WEIGHTS_FORM", "both")
-    session.checked(None, runner(), action="checksum")
+    ask(session)
     (problem,) = WeightSnapshot.open(tmp_path / "000").problems
     assert "LAYERBISECT_WEIGHTS_FORM is 'both': set it to values or digests" in problem
     assert "LAYERBISECT_WEIGHTS_FORM" in caplog.text
     # not even where nothing can be written
     (tmp_path / "001").write_text("")
-    session.checked(None, runner(), action="checksum")
+    ask(session, ("b",))
     assert "cannot write" in caplog.text
 
 
@@ -271,7 +334,7 @@ def test_the_plugin_hooks_nothing_else_for_weights(
     class Registry:
         @staticmethod
         def register(target: str, hook: Any, kind: Kind) -> None:
-            hooks.append((target.rpartition("ModelRunner.")[2], kind.value))
+            hooks.append((target.rpartition(".")[2], kind.value))
 
     module: Any = ModuleType("sglang.srt.plugins.hook_registry")
     module.HookRegistry, module.HookType = Registry, Kind
