@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from layerbisect.captures.weights.format import digest
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,15 +46,10 @@ def weights_digest(module: torch.nn.Module) -> str:
     Reads every byte that this process holds (of a sharded parameter its own shard), one parameter
     at a time: about a second a gigabyte on one core, plus the copy from the device.
     """
-    import torch
-
     whole = hashlib.blake2b(digest_size=16)
     for name, parameter in module.named_parameters():
         held = parameter.detach()
         if hasattr(held, "to_local"):
             held = held.to_local()
-        held = held.cpu().contiguous()
-        whole.update(f"{name} {held.dtype} {list(held.shape)} ".encode())
-        if held.numel():
-            whole.update(held.reshape(-1).view(torch.uint8).numpy().data)
+        whole.update(f"{name} {held.dtype} {digest(held)} ".encode())
     return whole.hexdigest()
