@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from layerbisect.captures.errors import ModelDirectoryError
 
 INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 FLOAT_TYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -29,7 +31,7 @@ class Checkpoint:
         """Open every file's header.
 
         Raises ModelDirectoryError when there is no safetensors file, the index names a file that
-        isn't there, or a file is truncated.
+        isn't there, one of files that are numbered is missing, or a file is truncated.
         """
         self.directory = Path(directory)
         self._file_of: dict[str, Any] = {}
@@ -43,14 +45,18 @@ class Checkpoint:
                 f"no safetensors file in {directory}; give the directory of a Hugging Face "
                 "checkpoint, saved with safe serialization"
             )
+        _check_numbers(paths)
         for path in paths:
             opened = _open(path)
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
     def _open_indexed(self, index: Path) -> None:
         try:
-            weight_map: Mapping[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+            weight_map = {
+                str(tensor): str(name)
+                for tensor, name in json.loads(index.read_text("utf-8"))["weight_map"].items()
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelDirectoryError(f"cannot read {index} ({error!r}); save it again") from None
         files = {name: _open(self.directory / name) for name in sorted(set(weight_map.values()))}
         held = {name: set(opened.keys()) for name, opened in files.items()}
@@ -130,6 +136,20 @@ class TensorCache:
         while self._bytes > self.max_bytes:
             self._bytes -= self._held.popitem(last=False)[1].nbytes
         return made
+
+
+def _check_numbers(paths: Sequence[Path]) -> None:
+    """Raise ModelDirectoryError where files say that they are more than there are."""
+    found = [match for path in paths if (match := _NUMBERED.fullmatch(path.name))]
+    for stem, total in sorted({(match["stem"], match["total"]) for match in found}):
+        held = {int(m["number"]) for m in found if (m["stem"], m["total"]) == (stem, total)}
+        lacking = sorted(set(range(1, int(total) + 1)) - held)
+        if lacking:
+            raise ModelDirectoryError(
+                f"{paths[0].parent} holds {len(held)} of {int(total)} files called "
+                f"{stem}-*-of-{total}.safetensors; number {lacking[0]} is missing, so download or "
+                "save them again"
+            )
 
 
 def _open(path: Path) -> Any:
