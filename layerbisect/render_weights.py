@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.verdict import Status
-from layerbisect.bisect.weight_diff.report import KINDS, Group, WeightReport, described
+from layerbisect.bisect.weight_diff.report import KINDS, Group, Kind, WeightReport, described
 from layerbisect.render import side_words
-from layerbisect.wording import count, listed, size
+from layerbisect.wording import count, size
 
 _STYLES: dict[Status, str] = {
     "agree": "bold green",
@@ -21,6 +21,9 @@ _STYLES: dict[Status, str] = {
     "unstable": "bold yellow",
     "inconclusive": "bold yellow",
 }
+_ADJECTIVES: frozenset[Kind] = frozenset(
+    {"not loaded", "missing", "stale", "swapped", "permuted", "transposed", "scaled"}
+)
 _EVIDENCE = 3
 """So many lines of evidence a fault are shown where not all are asked for."""
 
@@ -33,10 +36,15 @@ def headline(report: WeightReport) -> str:
         return f"{report.status}: {said}"
     first = groups[0]
     more = f"; and {count(len(groups) - 1, 'more fault')}" if len(groups) > 1 else ""
-    return (
-        f"{report.status}: {count(len(first.names), 'tensor')} {first.kind} "
-        f"{side_words(first.side)}: {first.what}{more}"
-    )
+    number = count(len(first.names), "tensor")
+    if first.side == "unknown":
+        verb = "differs" if len(first.names) == 1 else "differ"
+        said = f"{number} {verb} ({first.kind}; which side is off is not known)"
+    elif first.kind in _ADJECTIVES:
+        said = f"{number} {first.kind} {side_words(first.side)}"
+    else:
+        said = f"{number} off {side_words(first.side)} ({first.kind})"
+    return f"{report.status}: {said}: {first.what}{more}"
 
 
 def render_weights(report: WeightReport, console: Console, *, verbose: bool = False) -> None:
@@ -103,7 +111,8 @@ def _coverage(report: WeightReport, console: Console) -> None:
         parts.append(f"{covered.cast:,} equal but for the dtype")
     if covered.quantised:
         parts.append(f"{covered.quantised:,} equal but for the rounding of quantisation")
-    parts.append(f"{len({one.name for one in report.findings}):,} different")
+    alone = {name for names in covered.only.values() for name in names}
+    parts.append(f"{len({one.name for one in report.findings} - alone):,} different")
     _line(
         console,
         f"{count(covered.tensors, 'tensor')} compared ({size(covered.bytes)} in "
@@ -117,14 +126,19 @@ def _coverage(report: WeightReport, console: Console) -> None:
             "samples",
             2,
         )
-    for label, names in covered.only.items():
+    said = {one.name for one in report.findings} | set(covered.not_compared)
+    for label, held in covered.only.items():
+        names = [name for name in held if name not in said]
         if names:
             _line(console, f"{count(len(names), 'tensor')} on {label} alone: {described(names)}", 2)
     reasons: dict[str, list[str]] = {}
     for name, why in covered.not_compared.items():
         reasons.setdefault(why, []).append(name)
     for why, names_of in reasons.items():
-        _line(console, f"not compared: {listed(names_of, 3)}: {why}", 2)
+        if any(why in reason for reason in report.reasons):
+            continue
+        what = f"{count(len(names_of), 'tensor')}, {described(names_of)}"
+        _line(console, f"not compared: {what}: {why}", 2)
     for note in covered.notes:
         _line(console, note, 2)
 

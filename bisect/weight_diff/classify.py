@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from layerbisect.bisect.weight_diff.blocks import scale_fault
 from layerbisect.bisect.weight_diff.holders import Holder
+from layerbisect.bisect.weight_diff.loading import INITIAL, never_loaded
 from layerbisect.bisect.weight_diff.numbers import (
     EXPLAINED,
     correlation,
     distance,
     fits,
-    garbage,
     low_rank,
     norm,
     rounding_norm,
@@ -20,22 +20,23 @@ from layerbisect.bisect.weight_diff.numbers import (
 from layerbisect.bisect.weight_diff.orders import find_order, sketch
 from layerbisect.bisect.weight_diff.packed import PackedOrders
 from layerbisect.bisect.weight_diff.pairs import EMBED, HEAD, Pair, load_pair
-from layerbisect.bisect.weight_diff.regions import region_fault
+from layerbisect.bisect.weight_diff.regions import FewValues, differ, few_values, region_fault
 from layerbisect.bisect.weight_diff.report import Finding, Kind
 from layerbisect.bisect.weight_diff.swaps import Swaps
 
 STALE = "equal to the previous weights"
+DRIFT = "a small difference"
 UNCORRELATED = "uncorrelated with the other side"
 # the correlation of two versions of one tensor
 _ALIKE = 0.9
-# a constant that is nearer than this to the other side is where that one came from
-_INITIAL = 0.05
+# the relative distance of two versions of one tensor
+_DRIFT = 0.3
+# a low rank is read from no fewer of the values
+_SPARSE = 0.05
 # tensors nearer than this are neither swapped nor in another order
 _NEAR = 0.02
 # fewer values are fitted by anything
 _ENOUGH = 8
-# trained weights have a root mean square within these
-_PLAUSIBLE = (1e-6, 1e3)
 
 
 class Classifier:
@@ -53,6 +54,8 @@ class Classifier:
         self._previous = previous
         self._swaps = Swaps(holders, common)
         self._packed = PackedOrders(holders, previous, differing)
+        self.mild: set[str] = set()
+        """Tensors that changed in few places, and there by no more than an update may do."""
 
     def classify(self, name: str) -> Finding:
         """Say how one tensor differs; raises LayerBisectError where it cannot be read."""
@@ -63,7 +66,7 @@ class Classifier:
         if pair.held is None:
             tests += [self._swapped, self._scaled, self._stale]
         else:
-            tests += [self._blocks, self._scaled]
+            tests = [self._few, self._not_loaded, self._blocks, self._scaled]
             if pair.apart > _NEAR:
                 tests += [self._swapped, self._transposed]
             tests += [self._permuted, self._region, self._update, self._low_rank, self._stale]
@@ -85,13 +88,6 @@ class Classifier:
         side = "unknown" if off is None else self._labels[off]
         return Finding(pair.name, kind, side, how, pair.apart, pair.unit, where, evidence)
 
-    def _off(self, pair: Pair) -> int | None:
-        """The side that the previous weights are not near to, where something broke on one."""
-        near = pair.nearer_previous()
-        if near is None:
-            near = pair.stale
-        return None if near is None else 1 - near
-
     def _other_shape(self, pair: Pair) -> Finding:
         a, b = pair.first, pair.second
         shapes = f"{list(a.shape)} on {self._labels[0]}, {list(b.shape)} on {self._labels[1]}"
@@ -100,26 +96,10 @@ class Classifier:
         return self._finding(pair, "shape", None, "shapes differ", shapes)
 
     def _not_loaded(self, pair: Pair) -> Finding | None:
-        said = [garbage(pair.first), garbage(pair.second)]
-        bad = [i for i, what in enumerate(said) if what is not None]
-        if pair.apart < _INITIAL or (len(bad) == 1 and pair.stale == bad[0]):
-            # norms that have moved a little from their initial ones
+        found = never_loaded(pair, self._labels)
+        if found is None:
             return None
-        if len(bad) == 1:
-            what = str(said[bad[0]])
-            line = f"{pair.name} is {what} on {self._labels[bad[0]]}, and not on the other side"
-            return self._finding(pair, "not loaded", bad[0], what, line)
-        if len(bad) == 2:
-            line = f"{said[0]} and {said[1]}"
-            return self._finding(pair, "not loaded", self._off(pair), line, line)
-        sizes = [norm(x) / math.sqrt(x.numel()) for x in (pair.first, pair.second)]
-        ratio = max(sizes) / max(min(sizes), 1e-45)
-        if ratio > 100 and abs(correlation(pair.first, pair.second)) < 0.5:
-            odd = [i for i, s in enumerate(sizes) if not _PLAUSIBLE[0] < s < _PLAUSIBLE[1]]
-            off = odd[0] if len(odd) == 1 else self._off(pair)
-            line = f"its root mean square is {sizes[0]:.3g} and {sizes[1]:.3g}"
-            return self._finding(pair, "not loaded", off, "of a wildly different scale", line)
-        return None
+        return self._finding(pair, "not loaded", found.side, found.how, found.evidence)
 
     def _blocks(self, pair: Pair) -> Finding | None:
         assert pair.held is not None
@@ -128,7 +108,7 @@ class Classifier:
         found = scale_fault(*pair.held, (pair.first, pair.second))
         if found is None:
             return None
-        off = found.side if found.side is not None else self._off(pair)
+        off = found.side if found.side is not None else pair.off()
         return self._finding(pair, "block scales", off, found.how, found.evidence)
 
     def _scaled(self, pair: Pair) -> Finding | None:
@@ -140,14 +120,14 @@ class Classifier:
         if not fit.offset:
             line = f"{second} is {fit.gain:.6g} times {first}, {share}"
             how = f"times {fit.gain:.3g} on {second}"
-            return self._finding(pair, "scaled", self._off(pair), how, line)
+            return self._finding(pair, "scaled", pair.off(), how, line)
         line = f"{second} is {first} {_signed(fit.offset)}, {share}"
         if pair.name.endswith("norm.weight") and abs(abs(fit.offset) - 1) < 0.02:
             sign = "plus" if fit.offset > 0 else "minus"
             how = f"{sign} 1 on {second}, as where one side stores w and the other 1 + w"
         else:
             how = f"{_signed(fit.offset)} on {second}"
-        return self._finding(pair, "offset", self._off(pair), how, line)
+        return self._finding(pair, "offset", pair.off(), how, line)
 
     def _swapped(self, pair: Pair) -> Finding | None:
         found = self._swaps.find(pair)
@@ -159,7 +139,7 @@ class Classifier:
             how = "the embedding stands for the head"
             return self._finding(pair, "tied head", found.side, how, line)
         # a side that has one matrix under two names cannot be right
-        off = found.side if found.doubled else self._off(pair)
+        off = found.side if found.doubled else pair.off()
         return self._finding(pair, "swapped", off, found.how, line)
 
     def _transposed(self, pair: Pair) -> Finding | None:
@@ -174,13 +154,13 @@ class Classifier:
             left = distance(pair.first, moved)
             if left <= EXPLAINED * pair.apart:
                 line = f"transposing leaves {left:.2g} of a difference of {pair.apart:.2g}"
-                return self._finding(pair, "transposed", self._off(pair), how, line)
+                return self._finding(pair, "transposed", pair.off(), how, line)
         return None
 
     def _permuted(self, pair: Pair) -> Finding | None:
         how = self._packed.order(pair.name)
         if how is not None:
-            return self._finding(pair, "permuted", self._off(pair), how, how)
+            return self._finding(pair, "permuted", pair.off(), how, how)
         if pair.first.ndim != 2 or pair.apart < _NEAR:
             return None
         for what in ("rows", "columns"):
@@ -189,9 +169,25 @@ class Classifier:
             if order is not None:
                 kept = "all values are there" if order.exact else "but for a small difference"
                 return self._finding(
-                    pair, "permuted", self._off(pair), order.how, f"{order.how}; {kept}"
+                    pair, "permuted", pair.off(), order.how, f"{order.how}; {kept}"
                 )
         return None
+
+    def _few(self, pair: Pair) -> Finding | None:
+        found = few_values(pair.first, pair.second)
+        return None if found is None else self._few_values(pair, found)
+
+    def _few_values(self, pair: Pair, found: FewValues) -> Finding:
+        stale = self._stale(pair)
+        if found.small and stale is not None:
+            return stale
+        if found.small:
+            self.mild.add(pair.name)
+        line = f"{pair.name}: {found.share}, by {found.largest:.3g} at most, at {found.where}"
+        how = "all others are equal"
+        return self._finding(
+            pair, "few values", pair.off(), how, line, where=f"values {found.where}"
+        )
 
     def _region(self, pair: Pair) -> Finding | None:
         if pair.first.ndim != 2:
@@ -203,10 +199,13 @@ class Classifier:
         if pair.stale is not None and correlation(*found.inside(pair)) > _ALIKE:
             # an update that moved some rows alone, as of the tokens that were seen
             return self._stale(pair)
-        off = self._off(pair) if found.off is None else found.off
+        off = pair.off() if found.off is None else found.off
         if region.shard is not None:
             how = f"shard {region.shard[0]} of {region.shard[1]}"
             return self._finding(pair, "one shard", off, how, *found.evidence, where=region.where)
+        inside = found.inside(pair)
+        if correlation(*inside) > _ALIKE and distance(*inside) < _DRIFT:
+            self.mild.add(pair.name)
         how = f"some {'columns' if region.dim else 'rows'}"
         return self._finding(pair, "rows", off, how, *found.evidence, where=region.where)
 
@@ -228,6 +227,9 @@ class Classifier:
         return None
 
     def _low_rank(self, pair: Pair) -> Finding | None:
+        if float(differ(pair.first, pair.second).float().mean()) < _SPARSE:
+            # single values are of a low rank, too
+            return None
         rounding = rounding_norm(pair.second, 2 * pair.unit)
         found = low_rank(pair.first - pair.second, rounding)
         if found is None:
@@ -256,13 +258,26 @@ class Classifier:
 
     def _remaining(self, pair: Pair) -> Finding:
         alike = correlation(pair.first, pair.second)
-        line = f"{pair.name}: relative difference {pair.apart:.3g}, correlation {alike:.3f}"
-        if pair.apart < (0.3 if alike > _ALIKE else _INITIAL):
-            how = "a small difference everywhere"
-            return self._finding(pair, "drift", self._off(pair), how, line)
+        off = differ(pair.first, pair.second)
+        count = int(off.sum())
+        if pair.held is None and not count:
+            line = f"{pair.name}: its digests differ, and none of {off.numel():,} sampled values"
+            how = "in values that were not sampled"
+            return self._finding(pair, "different", pair.off(), how, line)
+        few = None
+        if pair.held is not None:
+            few = few_values(pair.first, pair.second, off.numel() // 100)
+        if few is not None and not few.small:
+            return self._few_values(pair, few)
+        line = (
+            f"{pair.name}: {count:,} of {off.numel():,} values differ, relative difference "
+            f"{pair.apart:.3g}, correlation {alike:.3f}"
+        )
+        if pair.apart < (_DRIFT if alike > _ALIKE else INITIAL):
+            return self._finding(pair, "drift", pair.off(), DRIFT, line)
         if abs(alike) < max(0.1, 4 / math.sqrt(pair.first.numel())) and pair.first.numel() >= 64:
-            return self._finding(pair, "not loaded", self._off(pair), UNCORRELATED, line)
-        return self._finding(pair, "different", self._off(pair), "in no known way", line)
+            return self._finding(pair, "not loaded", pair.off(), UNCORRELATED, line)
+        return self._finding(pair, "different", pair.off(), "in no known way", line)
 
 
 def _signed(offset: float) -> str:

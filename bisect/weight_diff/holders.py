@@ -62,6 +62,8 @@ class Holder(Protocol):
     left_out: Mapping[str, str]
     snapshot: WeightSnapshot | None
     """What is behind it, where it is a snapshot."""
+    main_layers: int | None
+    """How many layers there are before those that predict further tokens, where it has such."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -90,6 +92,13 @@ def open_holder(directory: str | os.PathLike[str], label: str) -> Holder:
         raise ModelDirectoryError(
             f"{folder} is no directory; give that of a checkpoint or of a weight snapshot"
         )
+    within = sorted(path.parent for path in folder.glob(f"*/{WEIGHTS_FILE}"))
+    if within and not any(folder.glob("*.safetensors")):
+        numbers = f"{within[0].name} to {within[-1].name}" if len(within) > 1 else within[0].name
+        raise ModelDirectoryError(
+            f"{folder} holds {len(within)} weight snapshot{'s' if len(within) > 1 else ''} "
+            f"({numbers}); name one, such as {within[-1]}"
+        )
     return CheckpointHolder(folder, label)
 
 
@@ -103,6 +112,7 @@ class SnapshotHolder:
         self.directory = snapshot.directory
         self.version = snapshot.info.weight_version
         self.tied = snapshot.info.tied
+        self.main_layers: int | None = None
         self.problems = snapshot.problems
         self.left_out: Mapping[str, str] = snapshot.left_out
         self._block = snapshot.info.block or (128, 128)
@@ -144,6 +154,8 @@ class CheckpointHolder:
         config = _config(directory)
         self.tied: bool | None = config.get("tie_word_embeddings")
         self._block = block_of(config.get("quantization_config")) or (128, 128)
+        ahead = config.get("num_nextn_predict_layers")
+        self.main_layers: int | None = config.get("num_hidden_layers") if ahead else None
         left_out: dict[str, str] = {}
         # the stored tensor, and for a stack's matrix which expert and which part
         self._homes: dict[str, tuple[str, int | None, int, int]] = {}

@@ -50,6 +50,13 @@ class Pair:
         near = 0 if gaps[0] < gaps[1] else 1
         return near if gaps[near] < 0.3 * gaps[1 - near] else None
 
+    def off(self) -> int | None:
+        """The side (0, 1) that the previous weights are not near to, where one is broken."""
+        near = self.nearer_previous()
+        if near is None:
+            near = self.stale
+        return None if near is None else 1 - near
+
 
 def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None) -> Pair:
     """Read a tensor that differs; raises LayerBisectError where a side cannot be read."""

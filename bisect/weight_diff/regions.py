@@ -16,6 +16,12 @@ from layerbisect.captures.weights.format import Extent
 _SHARDS = (8, 4, 2)
 # of a slice's lines so many must differ for it to be the slice that is off
 _FULL = 0.9
+# and of rows, so many of the values
+_DENSE = 0.5
+# so many values that differ are looked at one by one
+_FEW = 16
+# relative to the value or the usual one: several steps of bf16
+_SMALL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ def find_region(
 
     ``extents`` holds the parts (rank, extents) in which a side holds the tensor.
     """
-    off = (first != second) & ~((first != first) & (second != second))
+    off = differ(first, second)
     found = []
     for dim in range(2):
         lines = off.any(1 - dim)
@@ -111,9 +117,70 @@ def find_region(
         shard = _slice(start, stop, len(numbers), len(lines))
         if shard is None and len(numbers) > len(lines) / 2:
             continue
+        if shard is None and density(off, dim) < _DENSE:
+            # scattered values, and not the lines that they happen to be in
+            continue
         found.append(Region(dim, start, stop, tuple(numbers.tolist()), shard, rank))
     # a slice says more than rows do, and the smaller region more than the larger
     return min(found, key=lambda r: (r.shard is None, len(r.lines)), default=None)
+
+
+def differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Say of each value whether it differs; NaN is equal to NaN."""
+    return (first != second) & ~((first != first) & (second != second))
+
+
+@dataclass(frozen=True, slots=True)
+class FewValues:
+    """Single values that differ: how many of how many, by how much at most, where, and how.
+
+    ``small`` says that each moved by no more than a step of an optimizer may do.
+    """
+
+    count: int
+    total: int
+    largest: float
+    where: str
+    small: bool
+
+    @property
+    def share(self) -> str:
+        """How many of all."""
+        return f"{self.count:,} of {self.total:,} values differ{'s' if self.count == 1 else ''}"
+
+
+def few_values(first: torch.Tensor, second: torch.Tensor, limit: int = _FEW) -> FewValues | None:
+    """Say which values of two tensors of one shape differ, where at most ``limit`` do.
+
+    None where more do, most of the values do, whole rows or columns, or one is not finite.
+    """
+    off = differ(first, second)
+    count = int(off.sum())
+    if not 0 < count <= min(limit, first.numel() // 8):
+        return None
+    if first.ndim == 2 and max(density(off, dim) for dim in range(2)) >= _DENSE:
+        return None
+    a, b = first[off], second[off]
+    apart = (a - b).abs()
+    if not torch.isfinite(apart).all():
+        return None
+    usual = float(torch.linalg.vector_norm(first)) / first.numel() ** 0.5
+    larger = torch.maximum(a.abs(), b.abs()).clamp_min(usual)
+    places = [str(place) for place in off.nonzero()[:4].tolist()]
+    more = [f"{count - 4:,} more"] if count > 4 else []
+    return FewValues(
+        count,
+        off.numel(),
+        float(apart.max()),
+        ", ".join(places + more),
+        bool((apart <= _SMALL * larger).all()),
+    )
+
+
+def density(off: torch.Tensor, dim: int) -> float:
+    """Return which share of the values differ in those lines of [out, in] in which any does."""
+    lines = int(off.any(1 - dim).sum())
+    return float(off.sum()) / (lines * off.shape[1 - dim])
 
 
 def _slice(start: int, stop: int, count: int, total: int) -> tuple[int, int] | None:

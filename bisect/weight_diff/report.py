@@ -21,6 +21,7 @@ from layerbisect.bisect.verdict import (
 
 Kind = Literal[
     "not loaded",
+    "missing",
     "stale",
     "swapped",
     "permuted",
@@ -29,6 +30,7 @@ Kind = Literal[
     "offset",
     "one shard",
     "rows",
+    "few values",
     "low rank",
     "block scales",
     "tied head",
@@ -40,6 +42,7 @@ Kind = Literal[
 ]
 KINDS: Mapping[Kind, str] = {
     "not loaded": "never loaded: zeros, a constant, NaN, or values of another origin",
+    "missing": "on the other side alone, and should be on both",
     "stale": "equal to the previous weights on one side alone",
     "swapped": "another tensor of the other side",
     "permuted": "the same rows or columns in another order",
@@ -48,13 +51,14 @@ KINDS: Mapping[Kind, str] = {
     "offset": "the other side's plus a constant",
     "one shard": "different in one tensor-parallel slice alone",
     "rows": "different in some rows alone",
+    "few values": "different in a few values alone",
     "low rank": "different by a matrix of low rank, as an adapter makes",
     "block scales": "scales of quantised blocks that do not belong to them",
     "tied head": "a head of its own where the other side ties it to the embedding",
     "adapter": "an adapter that one side alone holds",
     "replicas": "copies within one side that differ",
     "shape": "of another shape",
-    "drift": "a little different everywhere, as after an update",
+    "drift": "a little different, as after an update",
     "different": "different, in no way that is known",
 }
 """Every way in which a tensor can differ, and what it means."""
@@ -209,6 +213,11 @@ def described(names: Sequence[str]) -> str:
         for parts, held in layers.items()
     ]
     return "; ".join([*_few(said, 4), *_few(sorted(others), 4)])
+
+
+def tensors(number: int) -> str:
+    """Write how many tensors."""
+    return f"{number:,} tensor{'' if number == 1 else 's'}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -11,6 +11,10 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 _STACK = re.compile(r"(?P<stem>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_PACKS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -39,6 +43,20 @@ def expert_names(name: str, expert: int, kinds: tuple[str, ...]) -> tuple[str, .
     """Name one expert's matrices of a stack as a checkpoint does."""
     stem = name.rpartition(".")[0]
     return tuple(f"{stem}.{expert}.{kind}.weight" for kind in kinds)
+
+
+def packed_name(name: str) -> str | None:
+    """Name the tensor into which engines pack q, k and v, or gate and up; None for others."""
+    stem, _, last = name.rpartition(".")
+    home, _, kind = stem.rpartition(".")
+    into = next((into for into, kinds in _PACKS.items() if kind in kinds), None)
+    return into and f"{home}.{into}.{last}"
+
+
+def stack_of_experts(name: str) -> tuple[str, bool] | None:
+    """Say of which experts a tensor is, and whether of all at once; None for what is of none."""
+    home, found, inner = name.partition(".experts.")
+    return (home, not inner.partition(".")[0].isdecimal()) if found else None
 
 
 def logical_parts(part: Part, hidden: int | None) -> Iterator[Part]:
