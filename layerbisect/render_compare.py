@@ -15,17 +15,15 @@ _MARKS = {True: "within", False: "OUT", None: "-"}
 def render_comparison(comparison: Comparison, console: Console) -> None:
     """Print each measure before and after, the control's, and whether it is back in its range."""
     out = [row for row in comparison.rows if row.within is False]
-    if comparison.status == "no control":
-        first = "no control: nothing can be said to be back in range"
-    elif out:
-        first = (
+    judged = sum(row.within is not None for row in comparison.rows)
+    first = {
+        "no control": "no control: nothing can be said to be back in range",
+        "too few": "too few prompts to tell whether the run is back in the control's range",
+        "out of range": (
             f"out of range: {count(len(out), 'measure')} lie above the control by more than chance"
-        )
-    else:
-        held = sum(row.within is not None for row in comparison.rows)
-        first = f"within: {held} of {len(comparison.rows)} measures are in the control's range"
-        if held < len(comparison.rows):
-            first += ", the others have no control"
+        ),
+        "within": f"within: all {judged} measures that can be judged are in the control's range",
+    }[comparison.status]
     console.print(Text(first, style="bold red" if out else "bold"))
     console.print()
     stepped = any(row.step is not None for row in comparison.rows)
@@ -49,8 +47,9 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"note: {note}"))
     console.print(
         Text(
-            "nat; outliers are tokens beyond the control's largest; chance is that of a run like "
-            "the control lying so far above it; out of range is below 0.01 over all measures",
+            "nat; outliers are prompts with a token beyond the control's largest, which stands for "
+            "max; chance is that of a run like the control lying so far above it; out of range is "
+            "below 0.01 over the number of measures",
             style="dim",
         )
     )

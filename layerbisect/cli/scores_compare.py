@@ -29,7 +29,8 @@ def compare(before: Path, after: Path, control: tuple[Path, ...], as_json: bool)
     """Put the run BEFORE a fix beside the run AFTER it, measure by measure and step by step.
 
     Each is a record file, or a directory with one file a step. Exit code 0: every measure is within
-    the control's range. 1: some are not. 2: without a control nothing can be said to be back.
+    the control's range. 1: some are not. 2: without a control, or with fewer than 4 prompts in a
+    run, nothing can be said to be back.
 
     \b
     Example:
@@ -50,4 +51,4 @@ def compare(before: Path, after: Path, control: tuple[Path, ...], as_json: bool)
     else:
         with page() as out:
             render_comparison(comparison, out)
-    return {"within": 0, "out of range": 1, "no control": 2}[comparison.status]
+    return {"within": 0, "out of range": 1, "too few": 2, "no control": 2}[comparison.status]
