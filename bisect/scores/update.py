@@ -196,5 +196,5 @@ def _rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -
     """Spearman's correlation; 0 where a side does not vary."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return 0.0
-    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    one, other = (np.argsort(np.argsort(values)).astype(float) for values in (first, second))
+    return float(np.corrcoef(one, other)[0, 1])
