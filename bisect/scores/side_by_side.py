@@ -34,9 +34,9 @@ class Row:
     """One measure of one gap at one step (nat; ``outliers`` counts prompts).
 
     ``chance`` bounds from above that of a run like the control lying so far above it in this
-    measure, and ``within`` says whether that is no less than 0.01 over the number of measures. Both are None without
-    a control, where there are too few prompts for the chance to be so small, and for ``max``, which
-    grows with the number of tokens: its tokens are judged by ``outliers``.
+    measure, and ``within`` says whether that is no less than 0.01 over the number of measures. Both
+    are None without a control, where there are too few prompts for the chance to be so small, and
+    for ``max``, which grows with the number of tokens: its tokens are judged by ``outliers``.
     """
 
     step: int | None
