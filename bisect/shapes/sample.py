@@ -31,6 +31,8 @@ class PairSample:
         names: what each call is called. groups: what it belongs to.
         noise: mean absolute difference (nat) of the repeats of these columns; 0 where repeats are
             equal, nan where there are none.
+        natural: mean absolute difference (nat) that the third of A, B and C has to the nearer one
+            of these columns; nan where it was not recorded.
     """
 
     first_name: str
@@ -51,6 +53,7 @@ class PairSample:
     names: tuple[str, ...]
     groups: tuple[str, ...]
     noise: float
+    natural: float = float("nan")
 
     @classmethod
     def of(
@@ -69,6 +72,9 @@ class PairSample:
         mask = np.concatenate([c.mask for c in calls])
         held = (c.removesuffix(".entropy") for c in calls[0].scores if c.endswith(".entropy"))
         names = dict.fromkeys((second, first, *held))
+        others = [c for c in ("A", "B0", "C0") if c in calls[0].scores]
+        third = [column(c) for c in others if c[0] not in first[0] + second[0]]
+        apart = [np.abs(values - own) for values in third for own in (one, other)]
         prompts: dict[bytes, int] = {}
         known = [n for n in names if f"{n}.entropy" in calls[0].scores]
         return cls(
@@ -92,6 +98,10 @@ class PairSample:
             names=tuple(c.name for c in calls),
             groups=tuple(c.group for c in calls),
             noise=noise,
+            natural=min(
+                (float(np.nanmean(gap[mask])) for gap in apart if np.isfinite(gap[mask]).any()),
+                default=float("nan"),
+            ),
         )
 
     @property

@@ -24,6 +24,9 @@ from layerbisect.bisect.shapes.tokens import (
 REMAINS = 0.25
 """Share of the gap that may remain where another scale is said to explain it."""
 
+FOLLOWED = 0.2
+"""The same of a gap in proportion to the entropy, which few kept tokens make in part."""
+
 POSITIVE = 1e-3
 """No log-prob is above 0; what rounding adds is far below this (nat)."""
 
@@ -110,7 +113,7 @@ def in_proportion(tokens: Tokens) -> tuple[float, float] | None:
     rate = weighted_median(ratio, weight)
     left = mae(tokens.difference - rate * entropy)
     most = min(mae(tokens.difference), 2 * _deviation(tokens.difference))
-    if abs(rate) < 4 * DRIFT or left > REMAINS * most or alone(tokens).sum() >= LONE:
+    if abs(rate) < 4 * DRIFT or left > FOLLOWED * most or alone(tokens).sum() >= LONE:
         return None
     spread = 5 * weighted_median(np.abs(ratio - rate), weight)
     held = np.clip(ratio, rate - spread, rate + spread)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.scores.report import Finding
+from layerbisect.bisect.shapes.heated import outside
 from layerbisect.bisect.shapes.sample import PairSample
 from layerbisect.bisect.shapes.scale import factor, scaled
 from layerbisect.bisect.shapes.tokens import Tokens, explained, mae, spread_of_sum, t_tail, together
@@ -29,20 +30,36 @@ STEEPEST = 1.2
 FITS = 0.4
 """Share of the squared difference (of typical tokens) that a temperature has to explain."""
 
-SURE = {True: 0.75, False: 0.55}
-"""Share of the absolute gap that a temperature takes away, with entropies and without."""
+SURE = 0.75
+"""Share of the absolute gap that a temperature takes away where the entropies are known."""
 
-NOISE = 0.06
-"""Mean absolute rest (nat) that is noise and says nothing against a temperature."""
+SHARED = 0.4
+"""The same between A and B, which share weights, so that no update can have sharpened one."""
+
+IMPOSSIBLE = 0.01
+"""Share of the absolute gap that no temperature can make, whatever the entropies are."""
+
+NOISY = 0.12
+"""The same where noise that is really there makes it, or between A and B."""
+
+OF_NOISE = 0.3
+"""Share of the natural noise that may fall where no temperature can go."""
 
 DOUBTFUL = 1e-3
 """Chance given where more than noise is left: an update of the weights can sharpen scores too, and
 changes them in other ways as well."""
 
+NEAR = 0.08
+"""Relative distance from 1 within which nobody sets a temperature that is no multiple of ROUND."""
+
+ROUND = 0.05
+EXACT = 0.002
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fit:
     slope: float
+    error: float
     chance: float
     share: float
     fitted: Array
@@ -60,12 +77,14 @@ def temperature(sample: PairSample) -> Finding | None:
         return None
     rest = tokens.difference - fit.fitted
     gone = explained(tokens.difference, rest)
-    whole = gone > SURE[known] or mae(rest) < NOISE
     # the slope is on the mean of both columns: s = 2 (b - 1) / (b + 1)
     sharper = (2 + fit.slope) / (2 - fit.slope)
     one, other = sample.first_name, sample.second_name
+    whole = _nothing_else(sample, tokens, rest, sharper)
     if sharper < 1:
         one, other, sharper = other, one, 1 / sharper
+    if sharper < 1 + NEAR:
+        whole = whole and known and _is_set(sharper, fit.error)
     about = "" if known else "about "
     return Finding(
         test="temperature",
@@ -88,6 +107,34 @@ def temperature(sample: PairSample) -> Finding | None:
         tokens=len(tokens),
         mae=mae(tokens.difference),
     )
+
+
+def _nothing_else(sample: PairSample, tokens: Tokens, rest: Array, sharper: float) -> bool:
+    """Say whether a temperature, and noise that is really there, make the gap.
+
+    The noise is what a third column shows. Without entropies the rest is mostly theirs, and what
+    counts is what no temperature can make. ``sharper`` is that of first over second.
+    """
+    gap, natural = mae(tokens.difference), sample.natural
+    shared = {sample.first_name[0], sample.second_name[0]} == {"A", "B"}
+    if np.isfinite(tokens.entropy).all():
+        left = mae(rest)
+        noisy = left < (1 - SHARED) * gap and (shared or left < 2 * natural)
+        return noisy or left < (1 - SURE) * gap
+    far = min(
+        mae(outside(tokens.second, tokens.first, sharper)),
+        mae(outside(tokens.first, tokens.second, 1 / sharper)),
+    )
+    noisy = far < NOISY * gap and (shared or far < OF_NOISE * natural)
+    return noisy or far < IMPOSSIBLE * gap
+
+
+def _is_set(sharper: float, error: float) -> bool:
+    """Say whether a temperature near 1 is a round one, which is known well enough to say so."""
+    if 3 * error > ROUND / 4:
+        return False
+    away = [abs(t / ROUND - round(t / ROUND)) * ROUND for t in (1 / sharper, sharper)]
+    return sharper > 1 + ROUND / 2 and min(away) < EXACT + 2 * error
 
 
 def _by_entropy(tokens: Tokens) -> _Fit | None:
@@ -133,7 +180,7 @@ def _by_score(tokens: Tokens) -> _Fit | None:
         ratio = tokens.difference[least] / score[least]
         bound = float(np.quantile(ratio * np.sign(fit.slope), 0.9)) * np.sign(fit.slope)
     slope = max(fit.slope, bound, key=abs)
-    return _Fit(slope, fit.chance, fit.share, fitted)
+    return _Fit(slope, fit.error, fit.chance, fit.share, fitted)
 
 
 def _regress(tokens: Tokens, others: list[Array], part: NDArray[np.bool_]) -> _Fit | None:
@@ -177,4 +224,4 @@ def _regress(tokens: Tokens, others: list[Array], part: NDArray[np.bool_]) -> _F
     whole = np.stack([tokens.mean, *others], 1)
     fitted = whole @ found if whole.shape[1] == len(found) else whole[:, :1] @ found[:1]
     share = 1 - float((weight * rest**2).sum() / max((weight * difference**2).sum(), 1e-300))
-    return _Fit(slope, chance, share, fitted)
+    return _Fit(slope, error / power, chance, share, fitted)

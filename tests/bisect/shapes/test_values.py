@@ -13,7 +13,15 @@ import pytest
 
 from tests.bisect.scores.lab import Lab, Scores
 from tests.bisect.scores.runs import Three, three
-from tests.bisect.shapes.value_pairs import CONVICTS, Change, convicted, found, from_place, pair
+from tests.bisect.shapes.value_pairs import (
+    CONVICTS,
+    Change,
+    convicted,
+    found,
+    from_place,
+    half_sure,
+    pair,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,23 @@ def test_a_temperature_is_estimated_from_scores_alone(run: Three, heat: float) -
     summary = found(sample)["temperature"].summary
     assert summary.startswith("A is of logits divided by about ")
     assert float(summary.split()[7]) == pytest.approx(heat, abs=0.04)
+
+
+@pytest.mark.parametrize("heat", [0.7, 0.9, 1.2])
+@pytest.mark.parametrize("noise", [0.005, 0.05])
+@pytest.mark.parametrize("second", ["B0", "C0"])
+def test_a_temperature_between_noisy_engines_of_a_peaked_model(
+    heat: float, noise: float, second: str
+) -> None:
+    run = half_sure(1, noise)
+    for entropy in (True, False):
+        sample = pair(run, a=heat, entropy=entropy, second=second)
+        assert convicted(sample) == {"temperature"}
+
+
+@pytest.mark.parametrize("heat", [0.95, 1.05])
+def test_a_round_temperature_near_1(heat: float) -> None:
+    assert convicted(pair(half_sure(1, 0.005), a=heat)) == {"temperature"}
 
 
 @pytest.mark.parametrize("heat", [0.6, 0.9, 1.2])

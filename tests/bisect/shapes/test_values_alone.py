@@ -14,7 +14,7 @@ from layerbisect.bisect.shapes.sample import PairSample
 from layerbisect.captures.record.call import Call
 from tests.bisect.scores.lab import Lab, Scores, before, entropy, score
 from tests.bisect.scores.runs import Three, three
-from tests.bisect.shapes.value_pairs import convicted, found, pair
+from tests.bisect.shapes.value_pairs import convicted, found, half_sure, pair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +172,20 @@ def test_an_update_that_sharpens_is_no_temperature(small_moe_dir: Path, rate: fl
                 scores["C0.entropy"] = entropy(row)
             calls.append(Call.of(f"{i}", sample.prompt, sample.response, scores))
         assert convicted(PairSample.of(calls, "A", "C0")) == set()
+
+
+@pytest.mark.parametrize(("gain", "own"), [(1.03, 0.03), (1.06, 0.03), (1.1, 0.1), (1.25, 0.2)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_gain_beside_noise_that_no_engine_has_is_no_temperature(
+    gain: float, own: float, known: bool
+) -> None:
+    """A and B are equal, so that C's noise is more than what engines differ by."""
+    assert convicted(pair(half_sure(2, 0.0, gain, own), entropy=known)) == set()
+
+
+@pytest.mark.parametrize("gain", [1.03, 1.07])
+def test_a_gain_near_1_that_is_no_round_temperature(gain: float) -> None:
+    assert convicted(pair(half_sure(2, 0.005, gain))) == set()
 
 
 def test_few_tokens_and_equal_columns_give_nothing(run: Three) -> None:

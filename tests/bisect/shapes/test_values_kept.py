@@ -40,7 +40,7 @@ def test_top_p_and_its_p(lab: Lab, share: float) -> None:
         assert found(pair(run, entropy=entropy)) == {}
 
 
-@pytest.mark.parametrize("count", [5, 20])
+@pytest.mark.parametrize("count", [2, 5, 20])
 def test_top_k(lab: Lab, count: int) -> None:
     run = three(lab, draw=lambda logits, ids: top_k(logits, ids, count))
     sample = pair(run, drawn=True)
