@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.scores.report import Finding
-from layerbisect.bisect.shapes.grid import filled
+from layerbisect.bisect.shapes.fill import filled
 from layerbisect.bisect.shapes.offset import constant_offset
 from layerbisect.bisect.shapes.sample import PairSample
 from layerbisect.bisect.shapes.scale import LONE, alone, factor, in_proportion, scaled

@@ -27,6 +27,9 @@ REMAINS = 0.25
 FOLLOWED = 0.2
 """The same of a gap in proportion to the entropy, which few kept tokens make in part."""
 
+CLIPPED = 30.0
+"""Difference (nat) beyond which a token counts as this, so that none makes a mean alone."""
+
 POSITIVE = 1e-3
 """No log-prob is above 0; what rounding adds is far below this (nat)."""
 
@@ -206,15 +209,16 @@ def scaled(tokens: Tokens) -> tuple[bool, str, Array, float] | None:
                 if (odd < -POSITIVE).any():
                     continue
             rest = odd - scale(good)
-            if mae(rest) > 0.1 * mae(tokens.difference):
+            if not _nearer_by_far(rest, tokens.difference):
                 continue
             if "base" in what:
                 ratio = factor(tokens)
                 told = math.log(2) if "-2" in what else math.log(10)
                 if ratio is None or abs(told * ratio[0] ** (1 if first_is_odd else -1) - 1) > 0.003:
                     continue
-            if best is None or mae(rest) < best[0]:
-                best = (mae(rest), first_is_odd, what, rest)
+            left = mae(np.clip(rest, -CLIPPED, CLIPPED))
+            if best is None or left < best[0]:
+                best = (left, first_is_odd, what, rest)
     if best is None:
         return None
     _, first_is_odd, what, rest = best
@@ -222,6 +226,14 @@ def scaled(tokens: Tokens) -> tuple[bool, str, Array, float] | None:
     nearer = np.where(np.abs(rest) < np.abs(tokens.difference), 1.0, -1.0)
     chance = 2 * len(scales) * chance_of_mean(nearer, tokens, 0.5)
     return first_is_odd, what, rest, min(1.0, chance)
+
+
+def _nearer_by_far(rest: Array, difference: Array) -> bool:
+    """Say whether a scale takes a tenth or less of the gap to be left, and so on most tokens."""
+    left, gap = (mae(np.clip(values, -CLIPPED, CLIPPED)) for values in (rest, difference))
+    apart = np.abs(difference) > gap / 2
+    most = (np.abs(rest[apart]) < 0.5 * np.abs(difference[apart])).mean() > 0.9
+    return left <= 0.1 * gap and bool(most)
 
 
 def positive(sample: PairSample) -> Finding | None:

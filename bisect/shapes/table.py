@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from layerbisect.bisect.scores.report import Finding
 from layerbisect.bisect.shapes.cached import cached_prefix
 from layerbisect.bisect.shapes.chunks import chunk_order
+from layerbisect.bisect.shapes.fill import filled
 from layerbisect.bisect.shapes.filters import penalty, renormalised
 from layerbisect.bisect.shapes.first import all_but_first_token, first_token_only
-from layerbisect.bisect.shapes.grid import filled, rounded
+from layerbisect.bisect.shapes.grid import rounded
 from layerbisect.bisect.shapes.lag import shift
 from layerbisect.bisect.shapes.offset import constant_offset
 from layerbisect.bisect.shapes.pairing import swapped_samples, unrelated_scores
@@ -31,7 +32,7 @@ CAUSES: Mapping[str, Test] = {
     "positive log-probs": positive,
     "renormalised top-p/top-k": renormalised,
     "penalty on seen tokens": penalty,
-    "scores rounded to 16 bits": rounded,
+    "rounded scores": rounded,
     "padding filled with a value": filled,
     "shift": shift,
     "chunk order": chunk_order,

@@ -140,6 +140,18 @@ def test_another_scale_is_named_with_its_column(run: Three, scale: str) -> None:
     assert scale in finding.summary and finding.side == "A"
 
 
+@pytest.mark.parametrize("value", [-50.0, -1e5, -1e6])
+def test_one_token_makes_no_other_scale(run: Three, value: float) -> None:
+    order = iter(range(8))
+
+    def spoil(scores: Scores) -> Scores:
+        if next(order) == 0:
+            scores[7] = value
+        return scores
+
+    assert "scores of another scale" not in found(pair(run, change=spoil))
+
+
 def test_a_score_above_zero_is_no_logprob(run: Three) -> None:
     def raise_some(scores: Scores) -> Scores:
         scores[7] = 0.3

@@ -13,7 +13,7 @@ import torch
 from tests.bisect.scores.faults_bookkeeping import nucleus, penalised, top_k
 from tests.bisect.scores.lab import Lab, Scores, before, score
 from tests.bisect.scores.runs import Three, three
-from tests.bisect.shapes.value_pairs import CONVICTS, Change, convicted, found, pair
+from tests.bisect.shapes.value_pairs import CONVICTS, Change, convicted, found, half_sure, pair
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_rounding_is_what_explains_the_gap_where_nothing_else_differs(run: Three
     sample = pair(run, change=lambda _: FORMATS["bf16-rounded scores"](next(scores)))
     finding = found(sample)["bf16-rounded scores"]
     assert finding.explains == 1.0
-    assert "100.0% of the differences are within half a unit" in finding.evidence[1]
+    assert "100.0% of C0's scores become A's when rounded" in finding.evidence[1]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
@@ -101,6 +101,68 @@ def test_fill_at_the_end_of_responses(run: Three, value: float, count: int) -> N
     finding = found(sample)[test]
     assert finding.side == "A"
     assert finding.where == f"the last {count} tokens of 8 responses"
+
+
+@pytest.mark.parametrize("value", [-50.0, -1234.5, -9999.0, -1e5])
+def test_fill_at_scattered_places(value: float) -> None:
+    """Most of the tokens that it stands for are sure ones, of a score near 0."""
+    order = iter(range(16))
+
+    def fill(scores: Scores) -> Scores:
+        number = next(order)
+        if number < 10:
+            scores[7 + number] = value
+        return scores
+
+    sample = pair(half_sure(3, 0.01), change=fill)
+    assert convicted(sample) == {"padding filled with a value"}
+    finding = found(sample)["padding filled with a value"]
+    assert (finding.side, finding.tokens) == ("A", 10)
+
+
+@pytest.mark.parametrize("value", [-1e3, -9999.0, -65504.0, -1e5])
+@pytest.mark.parametrize("second", ["B0", "C0"])
+def test_one_token_of_an_impossible_round_value(value: float, second: str) -> None:
+    order = iter(range(16))
+
+    def fill(scores: Scores) -> Scores:
+        if next(order) == 0:
+            scores[7] = value
+        return scores
+
+    sample = pair(half_sure(3, 0.01), change=fill, second=second)
+    assert convicted(sample) == {"padding filled with a value"}
+    assert found(sample)["padding filled with a value"].side == "A"
+
+
+def test_one_token_of_another_impossible_value_convicts_nobody() -> None:
+    """A broken forward gives such values, too."""
+
+    def spoil(scores: Scores) -> Scores:
+        scores[7:8] -= 3000.0 * float(next(order) == 0)
+        return scores
+
+    order = iter(range(16))
+    assert convicted(pair(half_sure(3, 0.01), change=spoil)) == set()
+
+
+@pytest.mark.parametrize("decimals", [1, 2, 3])
+@pytest.mark.parametrize("noise", [0.001, 0.12])
+def test_rounding_to_decimals_is_no_fill(decimals: int, noise: float) -> None:
+    for seed in range(3):
+        sample = pair(half_sure(seed, noise), change=lambda scores: scores.round(decimals))
+        (test,) = convicted(sample)
+        assert test.startswith(f"scores rounded to {decimals} decimal")
+        assert found(sample)[test].side == "A"
+
+
+def test_zeros_beside_rounding_to_decimals_are_fill() -> None:
+    def fill(scores: Scores) -> Scores:
+        changed: Scores = scores.round(2)
+        changed[-8:] = 0.0
+        return changed
+
+    assert "padding filled with zeros" in convicted(pair(half_sure(3, 0.01), change=fill))
 
 
 def test_fill_in_one_response(run: Three) -> None:
