@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
@@ -72,28 +73,32 @@ def _at_its_end(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
     """Where the cached prefix ends inside the response, tokens before or after may be apart."""
     for name, cached in _sides(sample):
         inside = gaps.position < cached[gaps.call]
-        for chosen, where in (
+        places = (
             (inside, f"positions inside the cached prefix of {name}"),
             (
                 ~inside & (cached > sample.prompt_lengths)[gaps.call],
                 f"positions after the cached prefix of {name}",
             ),
-        ):
-            if not chosen.any() or not inside.any() or chosen.all():
+        )
+        for (chosen, where), kept in product(places, gaps.views()):
+            seen, rest = kept & chosen, kept & ~chosen
+            if not seen.any() or not inside.any() or not rest.any():
                 continue
-            usual = float(np.median(gaps.relative[~chosen]))
-            high = float(np.mean(gaps.relative[chosen] > ALLOWED * usual))
+            if not gaps.all_moved(kept, chosen):
+                continue
+            usual = float(np.median(gaps.relative[rest]))
+            high = float(np.mean(gaps.relative[seen] > ALLOWED * usual))
             if high < _MOST:
                 continue
-            log = log_set_chance(gaps, chosen) + math.log(4)
+            log = log_set_chance(gaps.only(kept), chosen[kept]) + math.log(8)
             yield _finding(
                 sample,
                 gaps,
                 chosen,
                 log,
                 where,
-                f"{high:.0%} of {chosen.sum()} tokens there are more than {ALLOWED:g} times as far "
-                "apart as usual ones",
+                f"{high:.0%} of {seen.sum()} tokens that tell there are more than {ALLOWED:g} "
+                "times as far apart as usual ones",
             )
 
 
@@ -102,15 +107,18 @@ def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
 
     The chance is that of calls standing apart, and that of their being the ones with a prefix.
     """
-    calls, level, mean = levels(gaps)
+    level = levels(gaps)
+    calls, mean = level.calls, level.mean
+    if not len(calls):
+        return
     for name, cached in _sides(sample):
         mine = cached[calls]
         if (mine < 0).any():
             continue
         has = mine > 0
-        chosen = has[np.searchsorted(calls, gaps.call)]
-        if has.any() and not has.all() and level[has].min() > level[~has].max():
-            ratio = float(np.median(level[has]) / np.median(level[~has]))
+        chosen = np.isin(gaps.call, calls[has])
+        if has.any() and not has.all() and level.median[has].min() > level.median[~has].max():
+            ratio = float(np.median(level.median[has]) / np.median(level.median[~has]))
             if ratio >= _RATIO and float(mean[has].mean()) >= _MATTERS:
                 match = -log_choose(len(has), int(has.sum())) + math.log(4)
                 yield _finding(
@@ -127,7 +135,7 @@ def _with_one(sample: PairSample, gaps: Gaps) -> Iterator[Finding]:
         # the samples of a prompt share its cached length: together they are one draw
         _, own = np.unique(sample.prompt[calls], return_inverse=True)
         each = np.bincount(own)
-        lengths, heights = (np.bincount(own, values) / each for values in (mine, level))
+        lengths, heights = (np.bincount(own, values) / each for values in (mine, level.median))
         if len(np.unique(lengths)) >= len(each) / 2 and len(each) >= 8:
             correlation = float(np.mean(normal_ranks(lengths) * normal_ranks(heights)))
             if correlation > 0.8 and float(mean.mean()) >= NATURAL:

@@ -33,22 +33,28 @@ _DECODE = 0.15
 
 def first_token_only(sample: PairSample) -> Finding | None:
     """Find a gap at response position 0 alone."""
-    gaps = Gaps.of(sample)
-    if gaps is None:
+    whole = Gaps.of(sample)
+    if whole is None:
         return None
-    first = gaps.index == 0
-    if not first.any() or first.all():
+    views = whole.views()
+    return next((f for kept in views if (f := _first_alone(sample, whole, kept))), None)
+
+
+def _first_alone(sample: PairSample, whole: Gaps, kept: Bools) -> Finding | None:
+    gaps = whole.only(kept)
+    every, first = whole.index == 0, gaps.index == 0
+    if not first.any() or first.all() or not whole.all_moved(kept, every):
         return None
     own, others = _leveled(gaps, first)
     at_least = len(others) - np.searchsorted(np.sort(others), own / ALLOWED)
-    log = _log_chance(at_least, len(others), gaps.context[first])
+    log = _log_chance(at_least, len(others), gaps.context[first]) + math.log(2.0)
     usual = float(np.median(gaps.relative[~first]))
     high = float(np.mean(gaps.relative[first] > ALLOWED * usual))
     if log > RAISED or high < _MOST:
         return None
     # a gap that fades over the first few tokens is another
     next_few = gaps.relative[(gaps.index > 0) & (gaps.index <= 3)]
-    here, rest = (float(np.abs(gaps.d[part]).mean()) for part in (first, ~first))
+    here, rest = (float(np.abs(whole.d[part]).mean()) for part in (every, ~every))
     if (len(next_few) and np.median(next_few) > ALLOWED * usual) or rest > NATURAL:
         return None
     return Finding(
@@ -56,15 +62,15 @@ def first_token_only(sample: PairSample) -> Finding | None:
         pair=sample.name,
         side=None,
         summary=f"the first response token is {here:.4f} nat apart (mean difference "
-        f"{gaps.d[first].mean():+.4f}), later ones {rest:.4f}",
+        f"{whole.d[every].mean():+.4f}), later ones {rest:.4f}",
         evidence=(
-            f"{round(high * first.sum())} of {first.sum()} first tokens are more than "
+            f"{round(high * first.sum())} of {first.sum()} first tokens that tell are more than "
             f"{ALLOWED:g} times as far apart as others with about the same score",
             f"they follow {len(np.unique(gaps.context[first]))} prompts, and count once for each",
         ),
         false_alarm=chance(log),
-        explains=explained(gaps, first),
-        tokens=int(first.sum()),
+        explains=explained(whole, every),
+        tokens=int(every.sum()),
         mae=here,
         where="response position 0",
     )
@@ -75,15 +81,16 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
 
     Decode differs from prefill by rounding, so the gap must be larger than rounding or of one sign.
     """
-    gaps = Gaps.of(sample)
-    if gaps is None:
+    whole = Gaps.of(sample)
+    if whole is None:
         return None
+    gaps = whole.only(whole.unsure)
     first = gaps.index == 0
-    rest = gaps.d[~first]
     if not first.any() or first.all():
         return None
-    size, mean = float(np.abs(rest).mean()), float(rest.mean())
-    if size <= FLOOR or (size < _DECODE and abs(float(np.median(rest))) < _ONE_SIGN * size):
+    every, rest = whole.index == 0, gaps.d[~first]
+    mae, size = (float(np.abs(d).mean()) for d in (whole.d[~every], rest))
+    if mae <= FLOOR or (mae < _DECODE and abs(float(np.median(rest))) < _ONE_SIGN * size):
         return None
     # what begins later is another test's
     next_few = np.abs(gaps.d[(gaps.index > 0) & (gaps.index <= 3)])
@@ -108,16 +115,17 @@ def all_but_first_token(sample: PairSample) -> Finding | None:
         test="all but the first token",
         pair=sample.name,
         side=None,
-        summary=f"response tokens from position 1 on are {size:.4f} nat apart (mean difference "
-        f"{mean:+.4f}), the first {here:.4f}",
+        summary=f"response tokens from position 1 on are {mae:.4f} nat apart (mean difference "
+        f"{whole.d[~every].mean():+.4f}), the first {np.abs(whole.d[every]).mean():.4f}",
         evidence=(
-            f"{low:.0%} of {first.sum()} first tokens are less apart than half of the later ones",
+            f"{low:.0%} of {first.sum()} unsure first tokens are less apart than half of the later "
+            "ones",
             f"they follow {len(np.unique(contexts))} prompts, and count once for each",
         ),
         false_alarm=chance(log),
-        explains=explained(gaps, ~first),
-        tokens=len(rest),
-        mae=size,
+        explains=explained(whole, ~every),
+        tokens=int((~every).sum()),
+        mae=mae,
         where="response positions >= 1",
     )
 

@@ -2,7 +2,8 @@
 
 Natural noise is larger where a token was unlikely, and in some responses; its tails are heavy. So
 sizes are taken relative to those of tokens that were about as likely, and then only their ranks
-within a response are used.
+within a response are used. A token that both sides are sure of stays where it is whatever moves
+the logits; such tokens may be most of a response, and the others alone are looked at.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ Bools = NDArray[np.bool_]
 
 # nat: smaller differences are all the same to a user
 FLOOR = 0.001
+# nat: a token is sure whose higher log-prob is so near to 0, and has moved if it differs so much;
+# beyond 0 it is no log-prob, and that tells
+SURE = 0.02
 # nat: mean absolute difference that two bfloat16 engines may have without a fault
 NATURAL = 0.06
 # so much larger may some places' noise be without a fault
 ALLOWED = 3.0
 # what is raised at all; a judge may want far less
 RAISED = math.log(1e-4)
+# share of a place's sure tokens that have moved, where these tell
+_MOVED = 0.75
+# unsure tokens below which nothing is looked for
+_FEWEST = 32
 _BINS = 16
 _BIN_TOKENS = 64
 _LAGS = 64
@@ -46,6 +54,7 @@ class Gaps:
             response's end, 0 for its last token.
         context: int64 [token], the same for tokens that follow the same tokens: their noise is the
             same, too.
+        unsure: bool [token], where both columns are.
     """
 
     d: Array
@@ -56,6 +65,7 @@ class Gaps:
     position: Ints
     last: Ints
     context: Ints
+    unsure: Bools
 
     @classmethod
     def of(cls, sample: PairSample) -> Gaps | None:
@@ -63,19 +73,21 @@ class Gaps:
         active = sample.active
         d = sample.difference
         size = np.maximum(np.abs(d), FLOOR)
-        if len(d) < _BIN_TOKENS or not (size > FLOOR).any():
-            return None
         call, index = sample.call[active], sample.index[active]
         level = np.maximum(sample.first, sample.second)[active]
+        unsure = np.abs(level) >= SURE
+        if int(unsure.sum()) < _FEWEST or not (size > FLOOR).any():
+            return None
         return cls(
             d=d,
             size=size,
-            relative=size / _usual(size, level),
+            relative=size / _usual(size, level, unsure),
             call=call,
             index=index,
             position=sample.position[active],
             last=sample.lengths[call] - 1 - index,
-            context=_contexts(sample)[active],
+            context=contexts(sample)[active],
+            unsure=unsure,
         )
 
     @classmethod
@@ -88,13 +100,29 @@ class Gaps:
         kept[np.unique(gaps.context, return_index=True)[1]] = True
         return gaps.only(kept)
 
+    def views(self) -> list[Bools]:
+        """Which tokens to look at, [token]: the unsure ones, and then sure ones that moved as well.
+
+        A fault may put other scores where nearly all are sure, as at the end of a response.
+        """
+        moved = ~self.unsure & (np.abs(self.d) >= SURE)
+        return [self.unsure, self.unsure | moved] if moved.any() else [self.unsure]
+
+    def all_moved(self, kept: Bools, chosen: Bools) -> bool:
+        """Say whether sure ``chosen`` tokens among those ``kept`` in a view, [token], are the rule.
+
+        Few that moved among many are outliers.
+        """
+        sure = chosen & ~self.unsure
+        return not (kept & sure).any() or bool(kept[sure].mean() >= _MOVED)
+
     def only(self, kept: Bools) -> Gaps:
         """These tokens alone, [token]."""
         return Gaps(*(getattr(self, name)[kept] for name in self.__slots__))
 
 
-def _contexts(sample: PairSample) -> Ints:
-    """Hash the prompt and the response's tokens before each one, [token]."""
+def contexts(sample: PairSample, *, after: bool = False) -> Ints:
+    """Hash the prompt and the response's tokens before each one, and itself if ``after``."""
     longest = int(sample.lengths.max(initial=0))
     # wrapping sums of products with odd numbers: hashes that grow token by token
     factor = np.random.default_rng(0).integers(0, 1 << 63, longest + 1, np.uint64) * 2 + 1
@@ -103,22 +131,27 @@ def _contexts(sample: PairSample) -> Ints:
     starts = np.cumsum(sample.lengths) - sample.lengths
     start = np.r_[before, np.uint64(0)][starts]
     prompt = sample.prompt.astype(np.uint64) * factor[0]
-    hashes: Ints = (before - start[sample.call] + prompt[sample.call]).astype(np.int64)
+    upto = before + each if after else before
+    hashes: Ints = (upto - start[sample.call] + prompt[sample.call]).astype(np.int64)
     return hashes
 
 
-def _usual(size: Array, level: Array) -> Array:
-    """Return the median ``size`` of tokens with about the same ``level``, [token]."""
-    bins = min(_BINS, len(size) // _BIN_TOKENS)
-    edges = np.quantile(level, np.arange(1, bins) / bins)
-    which = np.searchsorted(edges, level, side="right")
+def _usual(size: Array, level: Array, unsure: Bools) -> Array:
+    """Return the median ``size`` of tokens with about the same ``level``, [token].
+
+    Sure tokens are a level of their own.
+    """
+    bins = min(_BINS, max(1, int(unsure.sum()) // _BIN_TOKENS))
+    edges = np.quantile(level[unsure], np.arange(1, bins) / bins)
+    which = np.where(unsure, np.searchsorted(edges, level, side="right"), bins)
     order = np.argsort(which, kind="stable")
-    medians = np.full(bins, FLOOR)
+    medians = np.full(bins + 1, FLOOR)
     for found, part in zip(
         np.unique(which), np.split(order, np.flatnonzero(np.diff(which[order])) + 1), strict=True
     ):
         medians[found] = np.median(size[part])
-    return medians[which]
+    usual: Array = medians[which]
+    return usual
 
 
 def by_call(call: Ints) -> list[slice]:

@@ -16,7 +16,7 @@ from layerbisect.bisect.shapes.chance import (
     normal_ranks,
 )
 from layerbisect.bisect.shapes.chunks import chunk_order
-from layerbisect.bisect.shapes.gaps import RAISED, chance
+from layerbisect.bisect.shapes.gaps import RAISED, chance, contexts
 from layerbisect.bisect.shapes.lag import BAD, CLOSE, Scores, is_close, listed, responses, shift
 from layerbisect.bisect.shapes.sample import PairSample
 
@@ -36,7 +36,8 @@ def swaps(sample: PairSample) -> tuple[dict[int, int], float]:
     """Return which response's second scores each response's first ones match, and the log chance.
 
     Only responses that disagree are looked for, the worst ones, among themselves and responses
-    near them.
+    near them. A token that two of them have in one context has the same score in both, and tells
+    nothing.
     """
     every = responses(sample)
     worst = sorted((i for i, r in enumerate(every) if r.gap > 2 * BAD), key=lambda i: -every[i].gap)
@@ -48,18 +49,23 @@ def swaps(sample: PairSample) -> tuple[dict[int, int], float]:
     others = bad + [every[i] for i in sorted(near - set(worst))]
     width = min(_TOKENS, max(len(r.first) for r in others))
     second = np.full((len(others), width), np.nan)
-    for row, scores in zip(second, others, strict=True):
+    at_call = np.cumsum(sample.lengths) - sample.lengths
+    known = contexts(sample, after=True)
+    keys = np.zeros(second.shape, np.int64)
+    for row, key, scores in zip(second, keys, others, strict=True):
         row[: len(scores.second)] = scores.second[:width]
+        key[: len(scores.second)] = known[at_call[scores.call] :][: min(width, len(scores.second))]
     found: dict[int, int] = {}
     logs: list[float] = []
     for at, scores in enumerate(bad):
-        best = _match(scores, second, at)
+        best = _match(scores, np.where(keys == keys[at], np.nan, second))
         if best is None:
             continue
         partner = others[best].call
         overlap = min(len(scores.first), len(others[best].second))
+        mine, theirs = (known[at_call[c] :][:overlap] for c in (scores.call, partner))
         left, own = scores.first[:overlap], scores.second[:overlap]
-        right = others[best].second[:overlap]
+        right = np.where(mine == theirs, np.nan, others[best].second[:overlap])
         if not is_close(left, right, scores.gap) or is_close(left, own, scores.gap):
             continue
         log = log_match_chance(left, right, own) + math.log(len(others))
@@ -69,16 +75,18 @@ def swaps(sample: PairSample) -> tuple[dict[int, int], float]:
     return found, sum(logs) + log_choose(len(bad), len(found))
 
 
-def _match(scores: Scores, second: Array, at: int) -> int | None:
-    """Return the row of ``second`` nearest to these scores, None where it is their own."""
+def _match(scores: Scores, second: Array) -> int | None:
+    """Return the row of ``second`` nearest to these scores, None where their own are as near."""
     width = min(second.shape[1], len(scores.first))
-    apart = np.abs(second[:, :width] - scores.first[:width])
-    counted = np.isfinite(apart).sum(1)
     # nats beyond one tell nothing more
-    mean = np.nansum(np.minimum(apart, 1.0), axis=1) / np.maximum(counted, 1)
+    apart = np.minimum(np.abs(second[:, :width] - scores.first[:width]), 1.0)
+    counted = np.isfinite(apart).sum(1)
+    mean = np.nansum(apart, axis=1) / np.maximum(counted, 1)
     mean[counted < min(16, width)] = np.inf
     best = int(mean.argmin())
-    return None if best == at or mean[best] > 2 * CLOSE * mean[at] else best
+    own = np.minimum(np.abs(scores.second - scores.first)[:width], 1.0)
+    there = np.isfinite(apart[best]) & np.isfinite(own)
+    return best if there.any() and mean[best] <= 2 * CLOSE * own[there].mean() else None
 
 
 def swapped_samples(sample: PairSample) -> Finding | None:

@@ -57,17 +57,24 @@ def multiples(sample: PairSample) -> Finding | None:
     whole = Gaps.distinct(sample)
     if whole is None:
         return None
+    return next((f for kept in whole.views() if (f := _at_multiples(sample, whole, kept))), None)
+
+
+def _at_multiples(sample: PairSample, whole: Gaps, kept: Bools) -> Finding | None:
     # enough to find it
-    gaps = whole.only(whole.call % max(1, len(whole.d) // _SEARCHED) == 0)
+    every = max(1, int(kept.sum()) // _SEARCHED)
+    gaps = whole.only(kept & (whole.call % every == 0))
     if not len(gaps.d):
         return None
     scored = surprise(gaps.relative, gaps.call) - 1.0
     candidates = list(_candidates(gaps, sample, scored))
-    tries = len(candidates)
+    tries = 2 * len(candidates)
     best: tuple[float, _Candidate] | None = None
     for candidate in sorted(candidates, key=lambda c: -c.z)[:_CANDIDATES]:
         chosen, place = _chosen(gaps, sample, candidate)
         if not _holds_everywhere(gaps, chosen, place, candidate.kind):
+            continue
+        if not whole.all_moved(kept, _chosen(whole, sample, candidate)[0]):
             continue
         log = log_set_chance(gaps, chosen) + math.log(tries)
         if log <= RAISED and (best is None or log < best[0]):
@@ -77,16 +84,16 @@ def multiples(sample: PairSample) -> Finding | None:
     log, candidate = best
     chosen, _ = _chosen(whole, sample, candidate)
     here, rest = (float(np.abs(whole.d[part]).mean()) for part in (chosen, ~chosen))
-    usual = float(np.median(whole.relative[~chosen]))
-    high = int((whole.relative[chosen] > ALLOWED * usual).sum())
+    seen, others = whole.relative[kept & chosen], whole.relative[kept & ~chosen]
+    high = int((seen > ALLOWED * np.median(others)).sum())
     return Finding(
         test="multiples of a chunk or page",
         pair=sample.name,
         side=None,
         summary=f"{candidate.where}: {here:.4f} nat apart, elsewhere {rest:.4f}",
         evidence=(
-            f"{high} of {chosen.sum()} tokens there are more than {ALLOWED:g} times as far apart "
-            "as usual ones",
+            f"{high} of {len(seen)} tokens that tell there are more than {ALLOWED:g} times as far "
+            "apart as usual ones",
             f"the best of {tries} periods, places, blocks and parts",
         ),
         false_alarm=chance(log),

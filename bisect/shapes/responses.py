@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from layerbisect.bisect.scores.report import Finding
 from layerbisect.bisect.shapes.chance import log_choose, log_normal_tail
-from layerbisect.bisect.shapes.gaps import RAISED, Gaps, chance, explained
+from layerbisect.bisect.shapes.gaps import ALLOWED, RAISED, Gaps, by_call, chance, explained
 from layerbisect.bisect.shapes.lag import Scores, listed, responses
 from layerbisect.bisect.shapes.pairing import relation, swaps
 from layerbisect.bisect.shapes.sample import PairSample
@@ -18,11 +18,15 @@ from layerbisect.bisect.shapes.sample import PairSample
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# natural deviation of the log of a response's median gap: factors of 1.6 are ordinary
+# unsure tokens from which a response has a median to speak of
+_ENOUGH = 16
+# natural deviation of the log of a response's median gap: factors of 1.6 are ordinary; and what
+# the median of so many correlated tokens adds, times the root of their number
 _SPREAD = 0.5
+_OF_MEDIAN = 1.7
 # for so many responses the natural deviation counts beside what the sample shows
 _PRIOR = 8
-# how many times larger than in the other responses a gap must be, and how large (nat): single
+# how many times larger than in the other responses gaps must be, and how large (nat): single
 # responses are noisier than all together
 _RATIO = 5.0
 _FAR = 0.1
@@ -39,26 +43,37 @@ _LOST = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apart:
-    """Responses that stand apart: their indices, among ``calls``, and the log chance of it.
+class Levels:
+    """The responses with enough unsure tokens, all arrays [call].
 
-    ``levels`` are the median gaps relative to usual tokens, and ``means`` mean absolute differences
-    (nat), both float64 [call].
+    ``calls`` int64, ``tokens`` int64 how many unsure ones, ``median`` float64 their median relative
+    gap, ``mean`` float64 the mean absolute difference of all tokens (nat).
     """
 
     calls: Ints
+    tokens: Ints
+    median: Array
+    mean: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """Responses that stand apart, bool among ``calls`` [call], and the log chance of it."""
+
+    calls: Ints
     apart: NDArray[np.bool_]
-    levels: Array
-    means: Array
     log_chance: float
 
 
-def levels(gaps: Gaps) -> tuple[Ints, Array, Array]:
-    """The calls with active tokens, their median relative gaps and mean gaps (nat), [call]."""
-    calls, start = np.unique(gaps.call, return_index=True)
-    parts = np.split(np.arange(len(gaps.d)), start[1:])
-    median = np.array([np.median(gaps.relative[part]) for part in parts])
-    return calls, median, np.array([np.abs(gaps.d[part]).mean() for part in parts])
+def levels(gaps: Gaps) -> Levels:
+    """How far apart each response is; those with few unsure tokens are left out."""
+    parts = [p for p in by_call(gaps.call) if gaps.unsure[p].sum() >= _ENOUGH]
+    return Levels(
+        np.array([gaps.call[p.start] for p in parts], np.int64),
+        np.array([gaps.unsure[p].sum() for p in parts], np.int64),
+        np.array([np.median(gaps.relative[p][gaps.unsure[p]]) for p in parts]),
+        np.array([np.abs(gaps.d[p]).mean() for p in parts]),
+    )
 
 
 def stand_apart(sample: PairSample, gaps: Gaps) -> Apart | None:
@@ -66,7 +81,8 @@ def stand_apart(sample: PairSample, gaps: Gaps) -> Apart | None:
 
     The chance counts all ways to choose those apart.
     """
-    calls, level, mean = levels(gaps)
+    found = levels(gaps)
+    calls, level, mean = found.calls, found.median, found.mean
     if len(calls) < 4:
         return None
     order = np.argsort(level, kind="stable")
@@ -76,28 +92,30 @@ def stand_apart(sample: PairSample, gaps: Gaps) -> Apart | None:
     kept = int(np.where(allowed, steps, -1.0).argmax()) + 1
     low, high = order[:kept], order[kept:]
     far = float(mean[high].mean())
-    if level[high].min() < _RATIO * np.exp(np.log(level[low]).mean()) or far < max(
-        _FAR, _RATIO * float(mean[low].mean())
-    ):
+    usual = float(np.exp(np.log(level[low]).mean()))
+    if level[high].min() < ALLOWED * usual or np.median(level[high]) < _RATIO * usual:
+        return None
+    if far < max(_FAR, _RATIO * float(mean[low].mean())):
         return None
     apart = np.zeros(len(calls), bool)
     apart[high] = True
-    log = log_apart(level, apart, sample.prompt[calls])
+    log = log_apart(found, apart, sample.prompt[calls])
     log += log_choose(len(calls), len(high)) + math.log(len(calls))
-    return Apart(calls, apart, level, mean, min(0.0, log))
+    return Apart(calls, apart, min(0.0, log))
 
 
-def log_apart(level: Array, apart: NDArray[np.bool_], prompt: Ints) -> float:
-    """Log of the chance that the responses ``apart``, [call], all have such ``level`` by chance.
+def log_apart(found: Levels, apart: NDArray[np.bool_], prompt: Ints) -> float:
+    """Log of the chance that the responses ``apart``, [call], all are so far apart by chance.
 
-    Logs of levels are normal with the others' deviation, or `_SPREAD` where these show less.
-    Responses to one ``prompt`` may be noisy together, and count once.
+    Logs of medians are normal with the others' deviation, or `_SPREAD` where these show less, and
+    with their own. Responses to one ``prompt`` may be noisy together, and count once.
     """
-    logs = np.log(level)
+    logs = np.log(found.median)
     low = logs[~apart]
     seen = float(((low - low.mean()) ** 2).sum())
-    deviation = math.sqrt((seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR))
-    z = float(logs[apart].min() - low.mean()) / (deviation * math.sqrt(1.0 + 1.0 / len(low)))
+    variance = (seen + _PRIOR * _SPREAD**2) / (len(low) - 1 + _PRIOR) * (1.0 + 1.0 / len(low))
+    own = _OF_MEDIAN**2 / found.tokens[apart]
+    z = float(((logs[apart] - low.mean()) / np.sqrt(variance + own)).min())
     return len(np.unique(prompt[apart])) * log_normal_tail(z)
 
 

@@ -68,13 +68,16 @@ def from_position(sample: PairSample) -> Finding | None:
     if whole is None or not (whole.index > 0).any():
         return None
     # first tokens come from prefill: what begins after them is a test of its own
-    gaps = whole.only(whole.index > 0)
+    whole = whole.only(whole.index > 0)
+    return next((f for kept in whole.views() if (f := _begins(sample, whole, kept))), None)
+
+
+def _begins(sample: PairSample, whole: Gaps, kept: Bools) -> Finding | None:
+    gaps = whole.only(kept)
+    if not len(gaps.d):
+        return None
     scored = _within(np.log(gaps.relative + _NONE), _numbered(gaps.call))
-    places: dict[Counted, Ints] = {
-        "response": gaps.index,
-        "sequence": gaps.position,
-        "end": -gaps.last,
-    }
+    places = _places(gaps)
     found = [_best(scored, counted, place) for counted, place in places.items()]
     steps = [step for step in found if step is not None]
     if not steps:
@@ -86,7 +89,10 @@ def from_position(sample: PairSample) -> Finding | None:
     like = dict.fromkeys(
         _where(sample, s) for s in close if not np.array_equal(s.after, step.after)
     )
-    tries = sum(len(np.unique(place)) for place in places.values())
+    after = _places(whole)[step.counted] >= step.start
+    if not whole.all_moved(kept, after):
+        return None
+    tries = 2 * sum(len(np.unique(place)) for place in places.values())
     if all(len(np.unique(lengths)) == 1 for lengths in (sample.lengths, sample.prompt_lengths)):
         # all three count the same
         tries //= len(places)
@@ -102,7 +108,7 @@ def from_position(sample: PairSample) -> Finding | None:
     log = max(log, log_set_chance(gaps, step.likeliest, allowed)) + math.log(tries)
     if log > RAISED:
         return None
-    here, before = (float(np.abs(gaps.d[part]).mean()) for part in (step.after, ~step.after))
+    here, before = (float(np.abs(whole.d[part]).mean()) for part in (after, ~after))
     where = _where(sample, step)
     return Finding(
         test="from a position on",
@@ -117,11 +123,16 @@ def from_position(sample: PairSample) -> Finding | None:
             *(f"almost as likely: {other}" for other in like),
         ),
         false_alarm=chance(log),
-        explains=explained(gaps, step.after),
-        tokens=int(step.after.sum()),
+        explains=explained(whole, after),
+        tokens=int(after.sum()),
         mae=here,
         where=where,
     )
+
+
+def _places(gaps: Gaps) -> dict[Counted, Ints]:
+    """Where each token stands, by what it is counted in, [token]."""
+    return {"response": gaps.index, "sequence": gaps.position, "end": -gaps.last}
 
 
 def _numbered(call: Ints) -> Ints:

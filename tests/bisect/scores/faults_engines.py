@@ -202,7 +202,7 @@ ENGINES = {
     ),
     "stale position every fourth step": Case("B158", stale_position_every_fourth, "A"),
     "attention across documents": Case(
-        "B068", no_boundaries, "C", ("some responses",), "1, 3, 5, 7"
+        "B068", no_boundaries, "C", ("some responses",), "call1, call3, call5, call7"
     ),
     "keys dropped at chunk ends": Case(
         "B066",
