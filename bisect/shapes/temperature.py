@@ -33,14 +33,14 @@ FITS = 0.4
 SURE = 0.75
 """Share of the absolute gap that a temperature takes away where the entropies are known."""
 
-SHARED = 0.4
-"""The same between A and B, which share weights, so that no update can have sharpened one."""
+NOISED = 0.4
+"""The same where noise that is really there makes the rest."""
 
 IMPOSSIBLE = 0.01
 """Share of the absolute gap that no temperature can make, whatever the entropies are."""
 
 NOISY = 0.12
-"""The same where noise that is really there makes it, or between A and B."""
+"""The same where noise that is really there makes it."""
 
 OF_NOISE = 0.3
 """Share of the natural noise that may fall where no temperature can go."""
@@ -116,16 +116,19 @@ def _nothing_else(sample: PairSample, tokens: Tokens, rest: Array, sharper: floa
     counts is what no temperature can make. ``sharper`` is that of first over second.
     """
     gap, natural = mae(tokens.difference), sample.natural
-    shared = {sample.first_name[0], sample.second_name[0]} == {"A", "B"}
+    if np.isnan(natural):
+        # no third column; but A and B share weights, so that no update sharpened one
+        shared = {sample.first_name[0], sample.second_name[0]} == {"A", "B"}
+        natural = np.inf if shared else 0.0
     if np.isfinite(tokens.entropy).all():
         left = mae(rest)
-        noisy = left < (1 - SHARED) * gap and (shared or left < 2 * natural)
+        noisy = left < min((1 - NOISED) * gap, 2 * natural)
         return noisy or left < (1 - SURE) * gap
     far = min(
         mae(outside(tokens.second, tokens.first, sharper)),
         mae(outside(tokens.first, tokens.second, 1 / sharper)),
     )
-    noisy = far < NOISY * gap and (shared or far < OF_NOISE * natural)
+    noisy = far < min(NOISY * gap, OF_NOISE * natural)
     return noisy or far < IMPOSSIBLE * gap
 
 

@@ -6,6 +6,7 @@ A and C are two engines' scores of 8 x 128 tokens, apart by their own rounding.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,14 @@ def test_a_temperature_between_noisy_engines_of_a_peaked_model(
     for entropy in (True, False):
         sample = pair(run, a=heat, entropy=entropy, second=second)
         assert convicted(sample) == {"temperature"}
+
+
+@pytest.mark.parametrize(("second", "told"), [("B0", {"temperature"}), ("C0", set())])
+def test_without_a_third_column_only_shared_weights_tell_a_temperature_from_an_update(
+    second: str, told: set[str]
+) -> None:
+    sample = pair(half_sure(1, 0.05), a=0.9, entropy=False, second=second)
+    assert convicted(replace(sample, natural=math.nan)) == told
 
 
 @pytest.mark.parametrize("heat", [0.95, 1.05])
