@@ -144,7 +144,12 @@ def test_an_interrupted_collection_says_how_to_go_on(
         return Raw("[]", seconds=20)
 
     served.spoil["score"] = interrupt
-    done = invoke("collect", served.url, "--prompts", prompts, "--out", out)
+    # what was started in the background ignores the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = invoke("collect", served.url, "--prompts", prompts, "--out", out)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 130
     kept, last = [line for line in done.stderr.splitlines() if line]
     assert kept.startswith(f"{out} keeps A and every whole replay") and last == "interrupted"
