@@ -65,8 +65,9 @@ def _unrepeatable(scores: ScoreReport) -> bool:
     moved = [report for report in scores.repeats if report.moved_tokens]
     if any(report.max > _FAR * report.tolerance for report in moved):
         return True
+    floors = scores.floors
     return bool(moved) and any(
-        pair.gap.mae <= CLEAR * scores.floors.get(pair.name, 0.0) for pair in scores.pairs
+        0 < floors.get(p.name, 0.0) and p.gap.mae <= CLEAR * floors[p.name] for p in scores.pairs
     )
 
 

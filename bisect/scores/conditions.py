@@ -8,6 +8,9 @@ from layerbisect.bisect.scores.decision_map import CLEAR, SIDES, Standing
 from layerbisect.bisect.scores.report import StepReport
 from layerbisect.captures.record.call import Scoring, is_score
 
+UNNAMED = "default"
+"""What SGLang calls weights that nobody named."""
+
 
 def conditions(records: Sequence[Mapping[str, Scoring]]) -> tuple[str, ...]:
     """Say which columns were not scored alike, so that their difference means nothing.
@@ -110,7 +113,7 @@ def stale(
 def versions(columns: Mapping[str, Scoring]) -> str | None:
     """Say where the two sides name their weights differently; None where they don't."""
     named = {
-        label: {s.weight_version for c, s in columns.items() if c[0] in letters} - {None}
+        label: {s.weight_version for c, s in columns.items() if c[0] in letters} - {None, UNNAMED}
         for label, letters in (("rollout", "AB"), ("trainer", "C"))
     }
     if all(len(names) == 1 for names in named.values()) and named["rollout"] != named["trainer"]:

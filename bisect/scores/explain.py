@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerbisect.bisect.scores.conditions import versions
+from layerbisect.bisect.scores.conditions import UNNAMED, versions
 from layerbisect.bisect.scores.decision_map import CLEAR, PATHS, Letter, Shape, Standing
 from layerbisect.bisect.scores.report import PairReport, RepeatReport, ScoreReport, StepReport
 from layerbisect.bisect.verdict import Coverage, CoveredRows, Culprit, Points, RuledOut, Status
@@ -39,7 +39,9 @@ class Judged:
 
     def versions(self) -> dict[str, str]:
         """What each side calls the weights that scored."""
-        return self._by_side({c: s.weight_version for c, s in self.columns.items()})
+        return self._by_side(
+            {c: s.weight_version for c, s in self.columns.items() if s.weight_version != UNNAMED}
+        )
 
     def _by_side(self, told: Mapping[str, str | None]) -> dict[str, str]:
         found = {}

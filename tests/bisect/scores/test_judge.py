@@ -469,3 +469,18 @@ def test_rounding_that_explains_nothing_convicts_nobody() -> None:
 
     verdict = judge([run(44, noise=0.06, change=rounded)])
     assert verdict.status == "divergent" and not verdict.culprits
+
+
+def test_equal_forwards_do_not_make_a_small_move_unstable() -> None:
+    def change(scores: Columns, _: Generator) -> Columns:
+        scores["B1"][3] -= 0.012
+        return {**scores, "C.grad": scores["C0"].copy()}
+
+    assert judge([run(45, change=change)]).status == "agree"
+
+
+def test_weights_that_nobody_named_have_no_other_name() -> None:
+    named = {"A": "default", "B0": "default", "B1": "default", "C0": "T0", "C1": "T0"}
+    scoring = {name: Scoring(worker="w", weight_version=said) for name, said in named.items()}
+    verdict = judge([run(46, scoring=scoring, change=lowered("A"))])
+    assert not any("calls its weights" in reason for reason in verdict.reasons)
