@@ -12,16 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.verdict import Culprit, RoundingBudget, Status, Verdict
+from layerbisect.bisect.verdict import Culprit, RoundingBudget, Verdict
 from layerbisect.render_layers import differences_table, layers_table
+from layerbisect.render_text import STYLES, line, next_line, title
 from layerbisect.wording import bar, count, listed, nat, percent, times
 
-STYLES: dict[Status, str] = {
-    "agree": "bold green",
-    "divergent": "bold red",
-    "unstable": "bold yellow",
-    "inconclusive": "bold yellow",
-}
 _LABEL = 9
 BAR = 20
 
@@ -116,22 +111,13 @@ class _Page:
             self._title("points, first side against second")
             self.console.print(differences_table(verdict))
         self._coverage()
-        if verdict.next:
-            self.console.print()
-            # a command is copied, so it is never broken into lines
-            self.console.print(Text(f"next: {verdict.next}"), soft_wrap=True)
+        next_line(self.console, verdict.next)
 
     def _title(self, text: str) -> None:
-        self.console.print()
-        self.console.print(Text(text, style="bold"))
+        title(self.console, text)
 
-    def _line(self, text: str, indent: int, hang: int = 0, style: str = "") -> None:
-        width = max(self.console.width - indent - hang, 20)
-        lines = Text(text, style=style).wrap(self.console, width)
-        for number, line in enumerate(lines):
-            left = indent + (hang if number else 0)
-            line.rstrip()
-            self.console.print(Padding(line, (0, 0, 0, left), expand=False))
+    def _line(self, text: str, indent: int, hang: int = 0) -> None:
+        line(self.console, text, indent, hang)
 
     def _fact(self, label: str, text: str) -> None:
         self._line(f"{label:<{_LABEL}} {text}", 0, hang=_LABEL + 1)

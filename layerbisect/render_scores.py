@@ -13,7 +13,8 @@ from rich.text import Text
 from layerbisect.bisect.scores.explain import chance
 from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
-from layerbisect.render import STYLES, side_words
+from layerbisect.render import side_words
+from layerbisect.render_text import STYLES, line, next_line, title
 from layerbisect.wording import count, listed, percent, times
 
 _SHOWN_TOKENS = 5
@@ -72,20 +73,13 @@ class _Page:
                 self._effect(scores.effect)
         self._ruled_out(verdict.ruled_out)
         self._coverage()
-        if verdict.next:
-            self.console.print()
-            self.console.print(Text(f"next: {verdict.next}"), soft_wrap=True)
+        next_line(self.console, verdict.next)
 
     def _title(self, text: str) -> None:
-        self.console.print()
-        self.console.print(Text(text, style="bold"))
+        title(self.console, text)
 
-    def _line(self, text: str, indent: int = 2, hang: int = 2, style: str = "") -> None:
-        width = max(self.console.width - indent - hang, 20)
-        for number, line in enumerate(Text(text, style=style).wrap(self.console, width)):
-            line.rstrip()
-            left = indent + (hang if number else 0)
-            self.console.print(Padding(line, (0, 0, 0, left), expand=False))
+    def _line(self, text: str, indent: int = 2) -> None:
+        line(self.console, text, indent, 2)
 
     def _table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table.grid(padding=(0, 2, 0, 0))

@@ -6,21 +6,14 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.verdict import Status
 from layerbisect.bisect.weight_diff.report import KINDS, Group, Kind, WeightReport, described
 from layerbisect.render import side_words
+from layerbisect.render_text import STYLES, line, next_line, title
 from layerbisect.wording import count, size
 
-_STYLES: dict[Status, str] = {
-    "agree": "bold green",
-    "divergent": "bold red",
-    "unstable": "bold yellow",
-    "inconclusive": "bold yellow",
-}
 _ADJECTIVES: frozenset[Kind] = frozenset(
     {"not loaded", "missing", "stale", "swapped", "permuted", "transposed", "scaled"}
 )
@@ -50,13 +43,13 @@ def headline(report: WeightReport) -> str:
 def render_weights(report: WeightReport, console: Console, *, verbose: bool = False) -> None:
     """Print ``report``; ``verbose`` names every tensor that differs, and all evidence."""
     console.print(
-        Text(headline(report), style=_STYLES[report.status]), soft_wrap=not console.is_terminal
+        Text(headline(report), style=STYLES[report.status]), soft_wrap=not console.is_terminal
     )
     for reason in report.reasons[0 if report.groups else 1 :]:
-        _line(console, reason, 2)
+        line(console, reason, 2)
     versions = [f"{label} {version}" for label, version in report.versions.items() if version]
     if versions:
-        _line(console, f"weight versions: {', '.join(versions)}", 2)
+        line(console, f"weight versions: {', '.join(versions)}", 2)
     if report.groups:
         console.print()
         console.print(_faults(report.groups, verbose))
@@ -64,26 +57,22 @@ def render_weights(report: WeightReport, console: Console, *, verbose: bool = Fa
         console.print()
         _tensors(report, console)
     if report.ruled_out:
-        console.print()
-        console.print(Text("ruled out", style="bold"))
+        title(console, "ruled out")
         for out in report.ruled_out:
-            _line(console, f"{out.hypothesis}: {out.evidence}", 2)
+            line(console, f"{out.hypothesis}: {out.evidence}", 2)
     _coverage(report, console)
-    if report.next:
-        console.print()
-        console.print(Text(f"next: {report.next}"), soft_wrap=True)
+    next_line(console, report.next)
 
 
 def _faults(groups: Sequence[Group], verbose: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for title, justify in (("tensors", "right"), ("difference", "right"), ("off", "left")):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
-    table.add_column("how")
+    table.add_column(justify="right")
+    table.add_column(justify="right")
     table.add_row(*(Text(t, style="bold") for t in ("tensors", "difference", "off", "how")))
     for group in groups:
         lines = [f"{group.kind}: {group.how}", group.what, f"({KINDS[group.kind]})"]
         shown = group.evidence if verbose else group.evidence[:_EVIDENCE]
-        lines += [f"- {line}" for line in shown]
+        lines += [f"- {sentence}" for sentence in shown]
         table.add_row(
             f"{len(group.names):,}", _apart(group.difference), group.side, Text("\n".join(lines))
         )
@@ -93,9 +82,9 @@ def _faults(groups: Sequence[Group], verbose: bool) -> Table:
 def _tensors(report: WeightReport, console: Console) -> None:
     for one in report.findings:
         where = f" ({one.where})" if one.where else ""
-        line = f"{_apart(one.difference):>10}  {one.side}  {one.name}: {one.kind}{where}"
+        tensor = f"{_apart(one.difference):>10}  {one.side}  {one.name}: {one.kind}{where}"
         # names are looked for and copied, so they are never cut
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(tensor), soft_wrap=True)
 
 
 def _apart(difference: float) -> str:
@@ -104,8 +93,7 @@ def _apart(difference: float) -> str:
 
 def _coverage(report: WeightReport, console: Console) -> None:
     covered = report.coverage
-    console.print()
-    console.print(Text("coverage", style="bold"))
+    title(console, "coverage")
     parts = [f"{covered.same:,} equal"]
     if covered.cast:
         parts.append(f"{covered.cast:,} equal but for the dtype")
@@ -113,14 +101,14 @@ def _coverage(report: WeightReport, console: Console) -> None:
         parts.append(f"{covered.quantised:,} equal but for the rounding of quantisation")
     alone = {name for names in covered.only.values() for name in names}
     parts.append(f"{len({one.name for one in report.findings} - alone):,} different")
-    _line(
+    line(
         console,
         f"{count(covered.tensors, 'tensor')} compared ({size(covered.bytes)} in "
         f"{count(covered.shards, 'part')}): {', '.join(parts)}",
         2,
     )
     if covered.sampled:
-        _line(
+        line(
             console,
             f"{count(covered.sampled, 'tensor')} by digest alone: how they differ is judged from "
             "samples",
@@ -130,7 +118,7 @@ def _coverage(report: WeightReport, console: Console) -> None:
     for label, held in covered.only.items():
         names = [name for name in held if name not in said]
         if names:
-            _line(console, f"{count(len(names), 'tensor')} on {label} alone: {described(names)}", 2)
+            line(console, f"{count(len(names), 'tensor')} on {label} alone: {described(names)}", 2)
     reasons: dict[str, list[str]] = {}
     for name, why in covered.not_compared.items():
         reasons.setdefault(why, []).append(name)
@@ -138,10 +126,6 @@ def _coverage(report: WeightReport, console: Console) -> None:
         if any(why in reason for reason in report.reasons):
             continue
         what = f"{count(len(names_of), 'tensor')}, {described(names_of)}"
-        _line(console, f"not compared: {what}: {why}", 2)
+        line(console, f"not compared: {what}: {why}", 2)
     for note in covered.notes:
-        _line(console, note, 2)
-
-
-def _line(console: Console, text: str, indent: int) -> None:
-    console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+        line(console, note, 2)
