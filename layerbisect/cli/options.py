@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from layerbisect.cli.boundary import echo_json
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from layerbisect.bisect.verdict import Verdict
 
 
 class Whole(click.IntRange):
@@ -45,6 +49,39 @@ def json_option(command: _Command) -> _Command:
     """Add ``--json``."""
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
     return option(command)
+
+
+def timeout_option(command: _Command) -> _Command:
+    """Add ``--timeout``, seconds for each request to a worker."""
+    option = click.option(
+        "--timeout",
+        type=Positive(),
+        default=300.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="For each request.",
+    )
+    return option(command)
+
+
+def scores_verbose_option(command: _Command) -> _Command:
+    """Add ``--verbose`` to a command that prints a verdict on scores."""
+    option = click.option(
+        "-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence."
+    )
+    return option(command)
+
+
+def echo_scores(verdict: Verdict, *, verbose: bool, as_json: bool) -> int:
+    """Print a verdict on scores, for people or as JSON; returns its exit code."""
+    if as_json:
+        echo_json(verdict.to_json())
+    else:
+        from layerbisect.render_scores import render_scores
+
+        with page() as out:
+            render_scores(verdict, out, verbose=verbose)
+    return verdict.exit_code
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -7,8 +7,14 @@ from pathlib import Path
 import click
 
 from layerbisect.captures.errors import RecordError
-from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import Positive, console, json_option, page
+from layerbisect.cli.options import (
+    Positive,
+    console,
+    echo_scores,
+    json_option,
+    scores_verbose_option,
+    timeout_option,
+)
 
 _FILE = click.Path(path_type=Path)
 
@@ -38,15 +44,8 @@ _FILE = click.Path(path_type=Path)
     metavar="NAT",
     help="Mean absolute difference that is accepted.",
 )
-@click.option(
-    "--timeout",
-    type=Positive(),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For each request.",
-)
-@click.option("-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence.")
+@timeout_option
+@scores_verbose_option
 @json_option
 def carry(
     old: Path,
@@ -78,7 +77,6 @@ def carry(
     from layerbisect.captures.sglang.worker import Worker
     from layerbisect.loading import load_model
     from layerbisect.progress import of_replays, shown
-    from layerbisect.render_scores import render_scores
 
     before = ScoreRecord.open(old)
     for column in ("B0", "C0"):
@@ -121,9 +119,4 @@ def carry(
             err=True,
         )
     verdict = judge_update(before, carried, tolerance=tolerance)
-    if as_json:
-        echo_json(verdict.to_json())
-    else:
-        with page() as console_out:
-            render_scores(verdict, console_out, verbose=verbose)
-    return verdict.exit_code
+    return echo_scores(verdict, verbose=verbose, as_json=as_json)

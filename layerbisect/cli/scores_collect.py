@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from layerbisect.captures.errors import LayerBisectError, WorkerError
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import Positive, Whole, console, json_option
+from layerbisect.cli.options import Positive, Whole, console, json_option, timeout_option
 from layerbisect.wording import count
 
 if TYPE_CHECKING:
@@ -66,14 +66,7 @@ _OF_GENERATION = ("samples", "max_new_tokens", "temperature", "original_logprobs
     help="Ask for checksums of the weights around each replay, which reads all of them.",
 )
 @click.option("--step", type=Whole(0), help="Updates of the policy before this rollout.")
-@click.option(
-    "--timeout",
-    type=Positive(),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="For each request.",
-)
+@timeout_option
 @json_option
 def collect(
     worker: str,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import console, json_option, page
+from layerbisect.cli.options import console, echo_scores, json_option, scores_verbose_option
 
 
 @click.command(short_help="Say which of the scores differs, how, and where to look.")
@@ -34,7 +33,7 @@ from layerbisect.cli.options import console, json_option, page
     metavar="EPSILON",
     help="The loss's clipping range, to say what the gap does to training.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence.")
+@scores_verbose_option
 @json_option
 def judge(
     records: tuple[Path, ...],
@@ -57,7 +56,6 @@ def judge(
     from layerbisect.bisect.scores.judge import judge as judge_records
     from layerbisect.captures.record.file import open_all
     from layerbisect.progress import shown
-    from layerbisect.render_scores import render_scores
 
     with shown(console(stderr=True)) as progress:
         progress.start("opening records", 1)
@@ -69,9 +67,4 @@ def judge(
             epsilon=clip,
             progress=progress,
         )
-    if as_json:
-        echo_json(verdict.to_json())
-    else:
-        with page() as out:
-            render_scores(verdict, out, verbose=verbose)
-    return verdict.exit_code
+    return echo_scores(verdict, verbose=verbose, as_json=as_json)
