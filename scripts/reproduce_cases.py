@@ -173,7 +173,13 @@ def carry(
 
     def carried(name: str, version: str) -> ScoreRecord:
         path = folder / f"carried-{name}.safetensors"
-        record = replay(old.generated(), rollout.worker, path, weight_version=version)
+        record = replay(
+            old.without(*old.columns),
+            rollout.worker,
+            path,
+            weight_version=version,
+            batches=old.info.columns["B0"].batches,
+        )
         return trainer.collect(record, path)
 
     report.expect(

@@ -37,6 +37,9 @@ Definition = Literal["raw", "temperature", "behavior", "unknown"]
 """Which distribution a score is of: softmax of the logits, of the logits over the temperature, what
 the sampler drew from after filters and penalties, or nobody said."""
 
+GRADIENT = "C.grad"
+"""The column of the gradient-enabled forward."""
+
 _LARGEST = 1e6
 """No model's score is larger; what stands for none often is."""
 

@@ -32,8 +32,6 @@ from layerbisect.captures.record.stored import (
     StoredCalls,
 )
 
-_GENERATED = ("A", "behavior")
-
 
 class ScoreRecord(Sequence[Call]):
     """Calls that were scored by the same columns; in memory, or read from a file one by one.
@@ -130,10 +128,6 @@ class ScoreRecord(Sequence[Call]):
         ]
         columns = {**self.info.columns, column: scoring}
         return ScoreRecord(replace(self.info, columns=columns), calls)
-
-    def generated(self) -> ScoreRecord:
-        """Return the record as it was generated: A and behavior alone."""
-        return self.without(*(c for c in self.columns if c.partition(".")[0] not in _GENERATED))
 
     def without(self, *columns: str) -> ScoreRecord:
         """Return the record, in memory, without some of its columns."""

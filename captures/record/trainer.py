@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from layerbisect.captures.errors import RecordError, TrainerError
 from layerbisect.captures.record.alignment import aligned_scores, as_numpy
-from layerbisect.captures.record.call import Call, Definition, Scoring
+from layerbisect.captures.record.call import GRADIENT, Call, Definition, Scoring
 from layerbisect.captures.record.extraction import TokenScores, scores_at
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.record.module_state import (
@@ -39,8 +39,6 @@ Scorer = Callable[[Sequence[Call]], Sequence[Any]]
 """Scores the calls of one batch, and returns for each of them, in their order, one of: its
 response-aligned log-probs [response]; the logits of its tokens [prompt + response, vocab]; or
 TokenScores."""
-
-_GRAD = "C.grad"
 
 
 def score(
@@ -94,7 +92,7 @@ def score(
 
     if batch_size < 1 or repeats < 0:
         raise TrainerError(f"got batch_size {batch_size} and repeats {repeats}; score something")
-    wanted = [f"C{number}" for number in range(repeats)] + ([_GRAD] if grad else [])
+    wanted = [f"C{number}" for number in range(repeats)] + ([GRADIENT] if grad else [])
     missing = [column for column in wanted if column not in record.columns]
     if not missing:
         raise RecordError(
@@ -127,7 +125,7 @@ def score(
     for number, column in enumerate(missing):
         tell = _Told(progress, number * len(calls), len(missing) * len(calls))
         with same_random_state():
-            if column == _GRAD:
+            if column == GRADIENT:
                 mode = "train" if module is not None and module.training else "eval"
                 with torch.enable_grad():
                     columns = _score_all(column, batches, scorer, tell)
@@ -140,7 +138,7 @@ def score(
                 f"the weights changed while {column} was scored; hold the optimizer and every "
                 "weight update back until all of C is collected"
             )
-        how = {"gradients": "on" if column == _GRAD else "off"}
+        how = {"gradients": "on" if column == GRADIENT else "off"}
         how |= {} if module is None else {"mode": mode}
         for name, values in columns.items():
             record = record.with_column(name, values, replace(scoring, settings=settings | how))
