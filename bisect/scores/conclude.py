@@ -25,8 +25,7 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
     """Conclude one step; ``before`` are the steps that were judged already."""
     scores, standing = judged.scores, judged.standing
     convicting = shapes(scores.findings, standing.letter, scores.tolerance, scores.floors)
-    unlike = judged.unlike
-    moved = [r for r in scores.repeats if r.moved_tokens]
+    moved = scores.unrepeated
     weights = stale(judged.weights(), judged.versions(), before, step, standing)
     culprits = [] if weights is None else [_of_weights(*weights, judged)]
     # what other weights do to scores may look like a shape of the trainer's
@@ -38,7 +37,7 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
     if gradient is not None:
         culprits.append(gradient)
     status: Status = "agree"
-    if scores.tokens < FEWEST or unlike and (standing.apart or culprits or moved):
+    if scores.tokens < FEWEST or judged.unlike and (standing.apart or culprits or moved):
         status, culprits = "inconclusive", []
     elif culprits:
         status = "divergent"
@@ -55,14 +54,14 @@ def conclude(judged: Judged, before: Sequence[StepReport], step: int | None) -> 
         rounding_budget=None,
         coverage=coverage(judged),
         next=next_step(status, culprits, standing, moved, judged.columns),
-        reasons=reasons(status, judged, unlike, moved, culprits, before, step),
+        reasons=reasons(status, judged, culprits, before, step),
         scores=scores,
     )
 
 
 def _unrepeatable(scores: ScoreReport) -> bool:
     """Whether repeats differ as much as anything else does, or any token by far too much."""
-    moved = [report for report in scores.repeats if report.moved_tokens]
+    moved = scores.unrepeated
     if any(report.max > _FAR * report.tolerance for report in moved):
         return True
     floors = scores.floors
@@ -74,7 +73,7 @@ def _unrepeatable(scores: ScoreReport) -> bool:
 def _main(scores: ScoreReport) -> PairReport:
     """A-C where both are there, else the one gap between engines or paths that is."""
     best = next((p for p in scores.pairs if p.first == "A" and p.second[0] == "C"), None)
-    return best or scores.pairs[-1 if scores.pairs[-1].second != "C.grad" else 0]
+    return best or scores.between[-1]
 
 
 _FAR = 10.0
@@ -175,7 +174,7 @@ def _of_path(judged: Judged, shaped: Sequence[Shape], stale_weights: bool) -> Cu
 
 def _of_gradient(judged: Judged) -> Culprit | None:
     scores = judged.scores
-    pair = next((p for p in scores.pairs if p.second == "C.grad"), None)
+    pair = scores.gradient
     if pair is None or pair.gap.mae <= max(
         scores.tolerance, CLEAR * max((r.mae for r in scores.repeats if r.letter == "C"), default=0)
     ):

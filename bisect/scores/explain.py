@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layerbisect.bisect.scores.conditions import UNNAMED, versions
 from layerbisect.bisect.scores.decision_map import CLEAR, PATHS, Letter, Shape, Standing
-from layerbisect.bisect.scores.report import PairReport, RepeatReport, ScoreReport, StepReport
+from layerbisect.bisect.scores.report import PairReport, ScoreReport, StepReport
 from layerbisect.bisect.verdict import Coverage, CoveredRows, Culprit, Points, RuledOut, Status
 from layerbisect.captures.record.call import Scoring
 
@@ -75,7 +75,7 @@ def ruled_out(judged: Judged, shaped: Sequence[Shape]) -> tuple[RuledOut, ...]:
                     f"{', '.join(report.pairs)}: largest difference {report.max:.2g} nat",
                 )
             )
-    near = [p for p in scores.pairs if p.gap.mae <= scores.tolerance and p.second != "C.grad"]
+    near = [pair for pair in scores.between if pair.gap.mae <= scores.tolerance]
     meaning: Mapping[tuple[str, str], str] = {
         ("A", "B"): "generation apart from prefill: bookkeeping of A, decode, KV cache",
         ("B", "C"): "engines apart: weights, model, the trainer's scoring",
@@ -86,7 +86,7 @@ def ruled_out(judged: Judged, shaped: Sequence[Shape]) -> tuple[RuledOut, ...]:
             out.append(RuledOut(hypothesis, said(pair)))
     if scores.tokens < FEWEST:
         return tuple(out)
-    names = ", ".join(p.name for p in scores.pairs if p.second != "C.grad")
+    names = ", ".join(pair.name for pair in scores.between)
     out += [RuledOut(test, f"not seen in {names}") for test in scores.silent]
     return tuple(out)
 
@@ -122,8 +122,6 @@ def coverage(judged: Judged) -> Coverage:
 def reasons(
     status: Status,
     judged: Judged,
-    unlike: Sequence[str],
-    moved: Sequence[RepeatReport],
     culprits: Sequence[Culprit],
     before: Sequence[StepReport],
     step: int | None,
@@ -137,8 +135,8 @@ def reasons(
             "more"
         )
     if status == "inconclusive":
-        sentences += unlike
-    for report in moved:
+        sentences += judged.unlike
+    for report in scores.unrepeated:
         worst = report.moved[0]
         sentences.append(
             f"repeats of {report.letter} differ ({report.kind}): {report.moved_tokens} of "

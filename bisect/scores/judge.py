@@ -25,7 +25,7 @@ from layerbisect.bisect.scores.seek import Place, WorstCalls, seek
 from layerbisect.bisect.scores.split import split_record
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.errors import RecordError
-from layerbisect.captures.record.call import Call, Scoring, is_score, replays
+from layerbisect.captures.record.call import GRADIENT, Call, Scoring, is_score, replays
 from layerbisect.captures.record.file import ScoreRecord
 
 TOLERANCE = 0.01
@@ -132,8 +132,8 @@ def _measure(
         )
     measures = [PairMeasure(first, second) for first, second in compared]
     trainer = next(iter(replays(columns, "C")), None)
-    if trainer and "C.grad" in columns:
-        measures.append(PairMeasure(trainer, "C.grad"))
+    if trainer and GRADIENT in columns:
+        measures.append(PairMeasure(trainer, GRADIENT))
     letters = [RepeatMeasure("B", columns, moved), RepeatMeasure("C", columns, moved)]
     rollout = next((c for c in ("behavior", "A", *replays(columns, "B")) if c in columns), None)
     effect = EffectMeasure(rollout, trainer, epsilon) if rollout and trainer else None
@@ -160,7 +160,7 @@ def _measure(
             "the loss mask and the scores that are nan"
         )
     repeats = tuple(report for letter in letters for report in letter.reports())
-    main = [p for p in pairs if p.second != "C.grad"]
+    main = [p for p in pairs if p.second != GRADIENT]
     floor = floors(pairs, repeats)
     found = seek(records, main, floor, sums.tokens, sums.worst.places(), progress)
     splits = [

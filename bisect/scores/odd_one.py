@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from layerbisect.bisect.shapes.chance import log_choose
 from layerbisect.captures.record.call import Call
 
 BLOCK = 64
@@ -40,12 +41,7 @@ class OddOneOut:
         """How often exchangeable columns leave ``letter`` the odd one in so many blocks."""
         n, k = self._blocks, self._odd[letter]
         logs = [
-            math.lgamma(n + 1)
-            - math.lgamma(i + 1)
-            - math.lgamma(n - i + 1)
-            - i * math.log(3)
-            + (n - i) * math.log(2 / 3)
-            for i in range(k, n + 1)
+            log_choose(n, i) - i * math.log(3) + (n - i) * math.log(2 / 3) for i in range(k, n + 1)
         ]
         largest = max(logs)
         # any of the three may be the odd one

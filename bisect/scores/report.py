@@ -11,6 +11,7 @@ from typing import Literal
 
 from layerbisect.bisect.scores.split import SplitReport
 from layerbisect.bisect.verdict import Gap
+from layerbisect.captures.record.call import GRADIENT
 
 RepeatKind = Literal["one worker", "workers", "router", "trainer"]
 
@@ -174,3 +175,18 @@ class ScoreReport:
     sampled: int
     splits: tuple[SplitReport, ...] = ()
     steps: tuple[StepReport, ...] = ()
+
+    @property
+    def between(self) -> tuple[PairReport, ...]:
+        """The gaps among A, B and C."""
+        return tuple(pair for pair in self.pairs if pair is not self.gradient)
+
+    @property
+    def gradient(self) -> PairReport | None:
+        """The gap from the frozen C to the gradient-enabled one, where that was scored."""
+        return next((pair for pair in self.pairs if pair.second == GRADIENT), None)
+
+    @property
+    def unrepeated(self) -> tuple[RepeatReport, ...]:
+        """The repeats of which a token moved."""
+        return tuple(report for report in self.repeats if report.moved_tokens)

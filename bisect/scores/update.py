@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from layerbisect.bisect.scores.decision_map import CLEAR
 from layerbisect.bisect.scores.judge import judge
+from layerbisect.bisect.shapes.chance import normal_ranks
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
 from layerbisect.captures.errors import RecordError, TokenMismatchError
 from layerbisect.captures.record.call import replays
@@ -196,5 +197,4 @@ def _rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -
     """Spearman's correlation; 0 where a side does not vary."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return 0.0
-    one, other = (np.argsort(np.argsort(values)).astype(float) for values in (first, second))
-    return float(np.corrcoef(one, other)[0, 1])
+    return float(np.mean(normal_ranks(first) * normal_ranks(second)))
