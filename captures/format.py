@@ -10,7 +10,9 @@
 A pass file holds ``rows.sequence``, ``rows.position``, ``rows.token`` and one tensor a point with a
 row each; ``context.*``, rows whose tokens are known though they were not computed in this pass (a
 cached prefix); and ``scores.*``, the log-probs of tokens given their prefixes, which have rows of
-their own because a pass scores the token that comes after its last row.
+their own because a pass scores the token that comes after its last row. A rank that holds a part of
+the vocabulary writes ``scores.logit`` and ``scores.lse`` instead of ``scores.logprob``, and, of
+rows whose next token another rank holds, ``pending.*`` with their logits.
 """
 
 from __future__ import annotations
@@ -82,11 +84,20 @@ class PointSeen:
 
 @dataclass(frozen=True, slots=True)
 class RankManifest:
-    """What one rank wrote. ``passes`` is listed when the rank has finished, and empty before."""
+    """What one rank wrote. ``passes`` is listed when the rank has finished, and empty before.
+
+    ``replica`` numbers the copies of the model that are given tokens of their own (data
+    parallelism): only ranks of one replica have passes in common. ``name`` says where in the job
+    the rank stands. ``fingerprints`` are of the tensors that this rank holds whole, as
+    CaptureInfo has them.
+    """
 
     rank: int
     world_size: int
     finished: bool
+    replica: int = 0
+    name: str = ""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
     points: Mapping[str, PointSeen] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
     passes: tuple[PassSummary, ...] = ()
@@ -96,13 +107,17 @@ class RankManifest:
         if not 0 <= self.rank < self.world_size:
             raise CaptureError(f"there is no rank {self.rank} among {self.world_size}")
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.name})" if self.name else f"rank {self.rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     """Which part of a logical tensor a pass file holds.
 
     ``dims`` names the dimensions, ``row`` first; ``shards`` gives ``[start, stop, total]`` for each
-    sharded one; ``partial_sum`` is ``[index, count]`` where the values of ``count`` ranks must
+    sharded one, where ``row`` counts in the rows of the pass file (sequence parallelism);
+    ``partial_sum`` is ``[index, count]`` where the values of ``count`` ranks must
     still be added. Raises CaptureError for a part that cannot be.
     """
 
@@ -115,8 +130,8 @@ class TensorHeader:
         if self.dims[:1] != ("row",) or len(set(self.dims)) != len(self.dims):
             raise CaptureError(f"dims must be distinct and start with 'row', got {self.dims}")
         for dim, (start, stop, total) in self.shards.items():
-            if dim not in self.dims[1:]:
-                raise CaptureError(f"shard of {dim!r}, which is none of {self.dims[1:]}")
+            if dim not in self.dims:
+                raise CaptureError(f"shard of {dim!r}, which is none of {self.dims}")
             if not 0 <= start < stop <= total:
                 raise CaptureError(
                     f"shard {dim}=[{start}, {stop}) does not lie within its total of {total}"
@@ -133,7 +148,9 @@ class TensorHeader:
 
     def check(self, shape: Sequence[int], rows: int) -> None:
         """Raise CaptureError unless a tensor of this shape, in a pass of so many rows, fits."""
-        sizes = {dim: stop - start for dim, (start, stop, _) in self.shards.items()} | {"row": rows}
+        sizes = {"row": rows} | {d: stop - start for d, (start, stop, _) in self.shards.items()}
+        if "row" in self.shards and self.shards["row"][2] != rows:
+            raise CaptureError(f"a share of {self.shards['row'][2]} rows in a pass of {rows}")
         if len(shape) != len(self.dims) or any(
             size != sizes.get(dim, size) for dim, size in zip(self.dims, shape, strict=True)
         ):
@@ -151,11 +168,16 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class PassHeader:
-    """What a forward pass was; ``index`` is the same on all ranks that took part in it."""
+    """What a forward pass was; ``index`` is the same on all ranks that took part in it.
+
+    ``vocab`` is ``[start, stop, total]`` of the vocabulary of which this rank wrote scores, where
+    those are still to be combined.
+    """
 
     index: int
     phase: Phase
     sequences: tuple[SequenceInfo, ...]
+    vocab: tuple[int, int, int] | None = None
     schema: int = SCHEMA
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import Phase, SequenceInfo
 from layerbisect.captures.passfile import PassFile
 from layerbisect.captures.rows import Rows
+from layerbisect.captures.vocab_scores import ShardScores, combine
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Gatherer:
         self.passes: list[JointPass] = []
         self.sequences: list[SequenceInfo] = []
         self.names: set[str] = set()
+        self.problems: list[str] = []
         self._requests = requests
         self._number: dict[str, int] = {}
         self._seen: list[Rows] = []
@@ -64,6 +66,22 @@ class Gatherer:
                 self._scored.append(scored)
                 self._logprobs.append(np.asarray(file.logprob[kept], np.float64))
                 break
+        else:
+            self._add_shards(ranks, numbers, rows)
+
+    def _add_shards(
+        self, ranks: Sequence[PassFile], numbers: Sequence[NDArray[np.int32]], rows: Rows
+    ) -> None:
+        parts = [
+            _renumber_shard(file.shard, number).resolved(rows)
+            for file, number in zip(ranks, numbers, strict=True)
+            if file.shard is not None
+        ]
+        scored, logprob, problem = combine(parts)
+        if problem and problem not in self.problems:
+            self.problems.append(problem)
+        self._scored.append(scored)
+        self._logprobs.append(logprob)
 
     def _numbers(self, file: PassFile) -> NDArray[np.int32]:
         """Number a file's sequences among the capture's, -1 for those that do not match."""
@@ -101,6 +119,19 @@ def _renumber(rows: Rows, number: NDArray[np.int32]) -> tuple[Rows, NDArray[np.i
     sequence = number[rows.sequence] if len(rows) else rows.sequence
     kept = np.flatnonzero(sequence >= 0)
     return Rows(sequence[kept], rows.position[kept], rows.token[kept]), kept
+
+
+def _renumber_shard(shard: ShardScores, number: NDArray[np.int32]) -> ShardScores:
+    rows, kept = _renumber(shard.rows, number)
+    pending, open_ends = _renumber(shard.pending, number)
+    return replace(
+        shard,
+        rows=rows,
+        logit=shard.logit[kept],
+        lse=shard.lse[kept],
+        pending=pending,
+        logits=shard.logits[open_ends],
+    )
 
 
 def _same(a: Rows, b: Rows) -> bool:

@@ -86,12 +86,27 @@ def read_passes(folder: Path, manifest: RankManifest) -> dict[int, PassFile]:
     return files
 
 
-def pair(files: Sequence[Mapping[int, PassFile]]) -> tuple[list[tuple[PassFile, ...]], list[str]]:
-    """Pair the ranks' passes by number.
+def pair(
+    manifests: Sequence[RankManifest], files: Sequence[Mapping[int, PassFile]]
+) -> tuple[list[tuple[PassFile, ...]], list[str]]:
+    """Pair the ranks' passes by number, each replica's for itself.
 
-    Returns the passes that every rank holds, and a sentence where some are held by a few alone:
-    a crash between two ranks' writing leaves such a last pass.
+    Returns the passes that every rank of a replica holds, and a sentence where some are held by a
+    few alone: a crash between two ranks' writing leaves such a last pass.
     """
+    joint: list[tuple[PassFile, ...]] = []
+    problems: list[str] = []
+    for replica in sorted({m.replica for m in manifests}):
+        members = [i for i, m in enumerate(manifests) if m.replica == replica]
+        found, missing = _pair([manifests[i] for i in members], [files[i] for i in members])
+        joint += found
+        problems += missing
+    return joint, problems
+
+
+def _pair(
+    manifests: Sequence[RankManifest], files: Sequence[Mapping[int, PassFile]]
+) -> tuple[list[tuple[PassFile, ...]], list[str]]:
     union, common = set().union(*files), set(files[0]).intersection(*files)
     joint = [tuple(rank[index] for rank in files) for index in sorted(common)]
     for ranks in joint:
@@ -103,7 +118,11 @@ def pair(files: Sequence[Mapping[int, PassFile]]) -> tuple[list[tuple[PassFile, 
             )
     if union == common:
         return joint, []
+    first = min(union - common)
+    lacking = ", ".join(
+        str(m) for m, held in zip(manifests, files, strict=True) if first not in held
+    )
     return joint, [
         f"{len(union - common)} passes are not on every rank and are left out, "
-        f"pass {min(union - common)} first"
+        f"pass {first} first, which {lacking} did not write"
     ]

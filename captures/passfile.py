@@ -29,6 +29,7 @@ from layerbisect.captures.format import (
     from_text,
 )
 from layerbisect.captures.rows import Rows
+from layerbisect.captures.vocab_scores import ShardScores
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -61,7 +62,8 @@ class PassFile:
     """One rank's forward pass; raises CaptureError when the file is truncated or is not one.
 
     ``rows`` are the pass's rows, ``context`` tokens known though not computed in it, ``scored`` the
-    tokens whose log-probs ``logprob`` (float64 [scored], nat) holds; ``size`` is in bytes.
+    tokens whose log-probs ``logprob`` (float64 [scored], nat) holds, or ``shard`` this rank's part
+    of them where it holds a part of the vocabulary; ``size`` is in bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +77,11 @@ class PassFile:
                 self.context = self._table(file, "context")
                 self.scored = self._table(file, "scores")
                 self.logprob = np.empty(0)
-                if len(self.scored):
+                self.shard: ShardScores | None = None
+                if self.header.vocab is not None:
+                    self.shard = self._shard(file, self.header.vocab)
+                    self.scored = Rows.empty()
+                elif len(self.scored):
                     self.logprob = self._column(file, "scores.logprob", "f", len(self.scored))
         except OSError as error:
             raise CaptureError(f"cannot read {path}: {error.strerror}; capture again") from None
@@ -120,6 +126,21 @@ class PassFile:
         if len(rows) and rows.sequence.max() >= len(self.header.sequences):
             raise self._damaged(f"its {group} name a sequence that it does not list")
         return rows
+
+    def _shard(self, file: BinaryIO, vocab: tuple[int, int, int]) -> ShardScores:
+        pending = self._table(file, "pending")
+        count = len(self.scored)
+        logit, lse = (
+            self._column(file, f"scores.{c}", "f", count) if count else np.empty(0)
+            for c in ("logit", "lse")
+        )
+        logits: NDArray[Any] = np.empty((0, vocab[1] - vocab[0]), np.float32)
+        if len(pending):
+            stored = self._stored.get("pending.logits")
+            if stored is None or stored.shape != (len(pending), vocab[1] - vocab[0]):
+                raise self._damaged("its pending rows have no logits of their vocabulary")
+            logits = self.read("pending.logits")
+        return ShardScores(vocab, self.scored, logit, lse, pending, logits)
 
     def _column(self, file: BinaryIO, name: str, kind: str, size: int) -> NDArray[Any]:
         stored = self._stored.get(name)

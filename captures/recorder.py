@@ -11,17 +11,18 @@ import itertools
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from layerbisect.captures.format import How, Phase, PointSeen, SequenceInfo, TensorHeader
+from layerbisect.captures.batch import Batch, RowPart
+from layerbisect.captures.format import How, PointSeen, TensorHeader
 from layerbisect.captures.points import Point, parse
 from layerbisect.captures.rows import Rows
+from layerbisect.captures.vocab_scores import ShardScores
 from layerbisect.captures.writer import CaptureWriter, Scores, check_tensor
 
 if TYPE_CHECKING:
@@ -53,26 +54,6 @@ class Tap:
     how: How = "observed"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of one forward pass.
-
-    Args:
-        rows: what each recorded row is; ``rows.sequence`` indexes ``sequences``.
-        grid: how many rows the engine's flattened tensors have, padding and others' requests
-            included.
-        index: int64 [row], which of the ``grid`` rows each recorded row is.
-        context: tokens of these sequences that no row of this pass computed (a cached prefix).
-    """
-
-    phase: Phase
-    sequences: tuple[SequenceInfo, ...]
-    rows: Rows
-    grid: int
-    index: NDArray[np.int64]
-    context: Rows = field(default_factory=Rows.empty)
-
-
 class Recorder:
     """Attaches taps to a model and writes what they see.
 
@@ -82,6 +63,7 @@ class Recorder:
         taps: the engine's table.
         head_dim: channels a head, to split flattened heads.
         header_of: describes a point's shard on this rank; whole tensors where it is not given.
+        scattered: suffixes of the points of which this rank holds the pass's ``part`` alone.
     """
 
     def __init__(
@@ -92,12 +74,14 @@ class Recorder:
         *,
         head_dim: int,
         header_of: Callable[[Point], TensorHeader] | None = None,
+        scattered: Collection[str] = (),
     ) -> None:
         self.writer = writer
         self.points = {name: parse(name) for name in points}
         self._taps = taps
         self._head_dim = head_dim
         self._header_of = header_of or (lambda point: TensorHeader(point.dims))
+        self._scattered = frozenset(scattered)
         self._handles: list[Any] = []
         self._logged: set[str] = set()
         self._how: dict[str, How] = {}
@@ -105,6 +89,7 @@ class Recorder:
         self._values: dict[str, torch.Tensor] = {}
         self._headers: dict[str, TensorHeader] = {}
         self._scores: list[Scores] = []
+        self._shard_scores: ShardScores | None = None
 
     @property
     def batch(self) -> Batch | None:
@@ -163,7 +148,7 @@ class Recorder:
 
     def _drop(self) -> None:
         broken, self._batch = self._batch, None
-        self._values, self._headers, self._scores = {}, {}, []
+        self._values, self._headers, self._scores, self._shard_scores = {}, {}, [], None
         if broken is not None:
             with self.guarded("dropping a pass"):
                 self.writer.error("a forward pass broke off before its end and was not recorded")
@@ -178,25 +163,32 @@ class Recorder:
             return
         with self.guarded(point):
             value = take()
-            if value is None:
+            if value is None or self._has_no_rows(batch, self.points[point]):
                 return
             if point in self._values:
                 self.writer.error(f"{point} was computed twice in one pass; the first was kept")
                 return
             parsed = self.points[point]
-            rows, header = self._rows_of(value, batch, parsed), self._header_of(parsed)
+            header, whole = self._header_of(parsed), len(batch.rows)
+            part = RowPart(batch.grid, batch.index, 0, whole)
+            if batch.part is not None and parsed.suffix in self._scattered:
+                part = batch.part
+                header = replace(
+                    header, shards={**header.shards, "row": (part.start, part.stop, whole)}
+                )
+            rows = self._rows_of(value, part, parsed)
             # one point that does not fit must not cost the whole pass
-            check_tensor(point, rows, header, len(batch.rows))
+            check_tensor(point, rows, header, whole)
             self._values[point], self._headers[point] = rows, header
 
-    def _rows_of(self, value: torch.Tensor, batch: Batch, point: Point) -> torch.Tensor:
+    def _rows_of(self, value: torch.Tensor, part: RowPart, point: Point) -> torch.Tensor:
         import torch
 
         # a wrong grid may divide the values evenly all the same
-        if batch.grid not in itertools.accumulate(value.shape, operator.mul):
-            raise ValueError(f"shape {list(value.shape)} does not have {batch.grid} rows")
-        flat = value.detach().reshape(batch.grid, -1)
-        index = torch.from_numpy(batch.index).to(flat.device)
+        if part.grid not in itertools.accumulate(value.shape, operator.mul):
+            raise ValueError(f"shape {list(value.shape)} does not have {part.grid} rows")
+        flat = value.detach().reshape(part.grid, -1)
+        index = torch.from_numpy(part.index).to(flat.device)
         # index_select copies, so a later in-place operation of the engine cannot change it
         rows = flat.index_select(0, index).to("cpu")
         if "channel" in point.dims:
@@ -208,6 +200,11 @@ class Recorder:
         if self._batch is not None and len(scores.rows):
             self._scores.append(scores)
 
+    def score_shard(self, scores: ShardScores) -> None:
+        """Add this rank's part of the log-probs to the open pass."""
+        if self._batch is not None:
+            self._shard_scores = scores
+
     def end(self) -> None:
         """Write the open pass."""
         batch, self._batch = self._batch, None
@@ -215,7 +212,7 @@ class Recorder:
             return
         with self.guarded("writing a pass"):
             self._report_unseen(batch)
-            scores = Scores(
+            scores: Scores | ShardScores = self._shard_scores or Scores(
                 Rows.concatenate([s.rows for s in self._scores]),
                 np.concatenate([np.asarray(s.logprob) for s in self._scores] or [np.empty(0)]),
             )
@@ -231,10 +228,19 @@ class Recorder:
             self.writer.points_seen(
                 {n: PointSeen(self._how.get(n, "observed")) for n in self._values}
             )
-        self._values, self._headers, self._scores = {}, {}, []
+        self._values, self._headers, self._scores, self._shard_scores = {}, {}, [], None
+
+    def _has_no_rows(self, batch: Batch, point: Point) -> bool:
+        """Say whether all rows of a scattered point are on other ranks."""
+        part = batch.part
+        return part is not None and part.start == part.stop and point.suffix in self._scattered
 
     def _report_unseen(self, batch: Batch) -> None:
-        expected = [name for name in self.points if name in self._how]
+        expected = [
+            name
+            for name, point in self.points.items()
+            if name in self._how and not self._has_no_rows(batch, point)
+        ]
         unseen = [name for name in expected if name not in self._values]
         if unseen and not self._values:
             self.writer.error(

@@ -69,7 +69,7 @@ def assemble(pieces: Sequence[Piece], num_rows: int) -> Assembled:
 
 def _tile(pieces: Sequence[Piece], num_rows: int) -> Assembled:
     first = pieces[0]
-    whole = not first.header.shards and len(first.rows) == num_rows
+    whole = not _sharded(pieces) and len(first.rows) == num_rows
     if len(pieces) == 1 and whole and np.array_equal(first.rows, np.arange(num_rows)):
         return Assembled(first.values, ())
     shape = _shape(first, num_rows)
@@ -108,7 +108,8 @@ def _tile(pieces: Sequence[Piece], num_rows: int) -> Assembled:
 
 
 def _sharded(pieces: Sequence[Piece]) -> bool:
-    return any(p.header.shards for p in pieces)
+    # a share of the rows is told by the rows themselves
+    return any(set(p.header.shards) - {"row"} for p in pieces)
 
 
 def _shape(piece: Piece, num_rows: int) -> tuple[int, ...]:

@@ -86,18 +86,21 @@ class Capture:
             )
         info = from_json(CaptureInfo, read_text(folder / CAPTURE_FILE), folder / CAPTURE_FILE)
         manifests = read_manifests(folder)
-        joint, missing_passes = pair([read_passes(folder / f"rank-{m.rank}", m) for m in manifests])
+        joint, missing_passes = pair(
+            manifests, [read_passes(folder / f"rank-{m.rank}", m) for m in manifests]
+        )
+        info, differing = _with_fingerprints(info, manifests)
         gathered = Gatherer(requests)
         for ranks in joint:
             gathered.add(ranks)
         if not gathered.passes:
             raise _empty(folder, requests, gathered.names, manifests)
-        gaps = _missing_ranks(manifests) + missing_passes
+        gaps = _missing_ranks(manifests) + missing_passes + gathered.problems
         whole = all(m.finished for m in manifests)
         unfinished = (
             [] if whole else ["the capture was not finished: the engine still runs, or it died"]
         )
-        errors = [f"rank {m.rank}: {error}" for m in manifests for error in m.errors]
+        errors = [f"{m}: {error}" for m in manifests for error in m.errors]
         rows, (scored, logprob) = gathered.rows(), gathered.scored()
         seen = Rows.concatenate([gathered.seen(), rows, scored])
         salts, names = [s.salt for s in gathered.sequences], [s.name for s in gathered.sequences]
@@ -110,7 +113,7 @@ class Capture:
             info=info,
             label=label or info.label,
             finished=whole and not gaps,
-            problems=(*gaps, *unfinished, *errors),
+            problems=(*gaps, *unfinished, *differing, *errors),
             sequences=tuple(gathered.sequences),
             rows=rows,
             keys=keys,
@@ -186,8 +189,10 @@ class Capture:
         for file, local in zip(one.ranks, one.local, strict=True):
             header = file.tensors.get(point)
             if header is not None:
-                held = np.flatnonzero(local[index] >= 0)
-                values = file.read(point, local[index][held])
+                start, stop, _ = header.shards.get("row", (0, len(file.rows), 0))
+                place = np.where(local[index] < stop, local[index] - start, -1)
+                held = np.flatnonzero(place >= 0)
+                values = file.read(point, place[held])
                 pieces.append(Piece(header, held, values, file.dtype(point), file.path.parent.name))
         if not pieces:
             raise CaptureError(
@@ -205,6 +210,26 @@ class Capture:
     def labelled(self, label: str) -> Capture:
         """Call this side something else."""
         return replace(self, label=label)
+
+
+def _with_fingerprints(
+    info: CaptureInfo, manifests: Sequence[RankManifest]
+) -> tuple[CaptureInfo, list[str]]:
+    """Gather the ranks' fingerprints; a sentence where two ranks hold different values of one."""
+    found = dict(info.fingerprints)
+    owner = dict.fromkeys(found, "the capture's description")
+    different: dict[tuple[str, str], list[str]] = {}
+    for manifest in manifests:
+        for name, digest in manifest.fingerprints.items():
+            if found.setdefault(name, digest) == digest:
+                owner.setdefault(name, str(manifest))
+            else:
+                different.setdefault((owner[name], str(manifest)), []).append(name)
+    problems = [
+        f"{first} and {second} hold different values of {len(names)} tensors, {names[0]} first"
+        for (first, second), names in different.items()
+    ]
+    return replace(info, fingerprints=found), problems
 
 
 def _missing_ranks(manifests: Sequence[RankManifest]) -> list[str]:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.captures import kv_lanes
+from layerbisect.captures.batch import Batch
 from layerbisect.captures.format import Phase
 from layerbisect.captures.lanes import Fed, Lane, Names, feed
-from layerbisect.captures.recorder import Batch
 
 if TYPE_CHECKING:
     import torch

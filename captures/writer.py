@@ -35,6 +35,7 @@ from layerbisect.captures.format import (
 )
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.tensorfile import DTYPE_NAMES, write_tensors
+from layerbisect.captures.vocab_scores import ShardScores
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,9 @@ class CaptureWriter:
         info: what the capture is of.
         rank: this process's number among those that write the capture.
         world_size: how many processes write it.
+        replica: which of the copies of the model that are given tokens of their own this one is of.
+        name: where in the job this process stands.
+        fingerprints: of the checkpoint tensors that this process holds whole.
 
     Raises:
         CaptureError: when the directory already holds a capture, or something that is none.
@@ -81,6 +85,9 @@ class CaptureWriter:
         *,
         rank: int = 0,
         world_size: int = 1,
+        replica: int = 0,
+        name: str = "",
+        fingerprints: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.info = info
@@ -88,7 +95,14 @@ class CaptureWriter:
         self._passes: list[PassSummary] = []
         self._begun = 0
         self._last_tensors: tuple[tuple[tuple[str, TensorHeader], ...], str] = ((), "")
-        self._manifest = RankManifest(rank=rank, world_size=world_size, finished=False)
+        self._manifest = RankManifest(
+            rank=rank,
+            world_size=world_size,
+            finished=False,
+            replica=replica,
+            name=name,
+            fingerprints=dict(fingerprints or {}),
+        )
         try:
             description = to_json(info, indent=1)
         except (TypeError, ValueError) as error:
@@ -148,7 +162,7 @@ class CaptureWriter:
         tensors: Mapping[str, torch.Tensor],
         headers: Mapping[str, TensorHeader],
         *,
-        scores: Scores | None = None,
+        scores: Scores | ShardScores | None = None,
         context: Rows | None = None,
     ) -> None:
         """Write one forward pass.
@@ -168,7 +182,13 @@ class CaptureWriter:
         if self._manifest.finished:
             raise CaptureError(f"{self._folder} is finished, and takes no further pass")
         stored: dict[str, torch.Tensor] = {}
-        tables = {"rows": rows, "context": context, "scores": scores.rows if scores else None}
+        shard = scores if isinstance(scores, ShardScores) else None
+        tables = {
+            "rows": rows,
+            "context": context,
+            "scores": scores.rows if scores else None,
+            "pending": shard.pending if shard else None,
+        }
         for group, table in tables.items():
             if table is None or (not len(table) and group != "rows"):
                 continue
@@ -176,17 +196,21 @@ class CaptureWriter:
                 raise CaptureError(f"{group} name sequence {table.sequence.max()}, which is none")
             for column in ("sequence", "position", "token"):
                 stored[f"{group}.{column}"] = torch.from_numpy(getattr(table, column).copy())
-        if scores is not None and len(scores.rows):
-            if len(scores.logprob) != len(scores.rows):
-                raise CaptureError(f"{len(scores.logprob)} scores for {len(scores.rows)} tokens")
-            stored["scores.logprob"] = torch.from_numpy(np.array(scores.logprob, np.float64))
+        for column, values in _columns(scores).items():
+            if len(values) != len(stored["scores.token"]):
+                raise CaptureError(f"{len(values)} scores for {len(stored['scores.token'])} tokens")
+            stored[column] = torch.from_numpy(np.array(values, np.float64))
+        if shard is not None and len(shard.pending):
+            stored["pending.logits"] = shard.logits
         for name, value in tensors.items():
             check_tensor(name, value, headers[name], len(rows))
             stored[name] = value
         name = f"pass-{index:06d}.safetensors"
         temporary = self._folder / f".{name}.tmp"
         metadata = {
-            HEADER_KEY: to_json(PassHeader(index, phase, tuple(sequences))),
+            HEADER_KEY: to_json(
+                PassHeader(index, phase, tuple(sequences), shard.vocab if shard else None)
+            ),
             TENSORS_KEY: self._tensors_json({name: headers[name] for name in tensors}),
         }
         try:
@@ -235,6 +259,14 @@ class CaptureWriter:
 
     def _save_manifest(self) -> None:
         _write_text(self._folder / MANIFEST_FILE, to_json(self._manifest, indent=1))
+
+
+def _columns(scores: Scores | ShardScores | None) -> dict[str, NDArray[np.floating]]:
+    if scores is None or not len(scores.rows):
+        return {}
+    if isinstance(scores, ShardScores):
+        return {"scores.logit": scores.logit, "scores.lse": scores.lse}
+    return {"scores.logprob": scores.logprob}
 
 
 def _write_text(path: Path, text: str) -> None:

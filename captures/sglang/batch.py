@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from layerbisect.captures.batch import Batch
 from layerbisect.captures.format import Phase, SequenceInfo
-from layerbisect.captures.recorder import Batch
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.scores import logprobs_of
 from layerbisect.captures.writer import Scores

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from layerbisect.captures.batch import Batch
 from layerbisect.captures.format import CaptureInfo, PointSeen, SequenceInfo, TensorHeader
 from layerbisect.captures.points import Point
-from layerbisect.captures.recorder import Batch, Recorder, Tap
+from layerbisect.captures.recorder import Recorder, Tap
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.store import Capture
 from layerbisect.captures.writer import CaptureWriter, Scores

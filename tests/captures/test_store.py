@@ -304,7 +304,9 @@ def test_a_pass_that_failed_leaves_its_number_free(tmp_path: Path, info: Capture
     capture = Capture.open(tmp_path / "c")
     assert list(capture.rows.position) == [0, 2]
     assert not capture.finished
-    assert capture.problems == ("1 passes are not on every rank and are left out, pass 1 first",)
+    assert capture.problems == (
+        "1 passes are not on every rank and are left out, pass 1 first, which rank 1 did not write",
+    )
     assert capture.replica_findings == {} and capture.read(POINT).shape == (2, 3)
     np.testing.assert_array_equal(capture.keys.known, [True, False])
 

@@ -1,0 +1,183 @@
+"""Log-probs from ranks that each hold a part of the vocabulary, put together on reading.
+
+    logprob = z[token] - log(sum over ranks of exp(lse of the rank)),  z the logits of a row
+
+in nats. Every rank writes what it knows alone: the log-sum-exp of its own logits, and the token's
+logit where it holds it. Of a row whose next token lies on another rank (the end of a
+context-parallel chunk) it writes the logits themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerbisect.captures.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK_VALUES = 1 << 25
+
+Vocab = tuple[int, int, int]
+"""``[start, stop, total]`` in token IDs; padding of the vocabulary is in none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardScores:
+    """What one rank knows of the scores of a pass.
+
+    ``rows`` are tokens that are predicted here; ``lse`` float64 [row] is the log-sum-exp of this
+    rank's logits, ``logit`` float64 [row] the token's own, minus infinity where another rank holds
+    it. ``pending`` are rows (not the tokens after them) whose next token is not on this rank, and
+    ``logits`` float32 [pending, local vocab] theirs.
+    """
+
+    vocab: Vocab
+    rows: Rows
+    logit: NDArray[np.float64]
+    lse: NDArray[np.float64]
+    pending: Rows
+    logits: Any
+
+    def resolved(self, tokens: Rows) -> ShardScores:
+        """Look the next tokens of what is pending up among ``tokens``; unknown ones are dropped."""
+        if not len(self.pending):
+            return self
+        at = find(tokens, self.pending.sequence, self.pending.position + 1)
+        known = at >= 0
+        target = tokens.take(at[known])
+        logits = np.asarray(self.logits, np.float64)[known]
+        mine = (target.token >= self.vocab[0]) & (target.token < self.vocab[1])
+        place = np.where(mine, target.token - self.vocab[0], 0)
+        logit = np.where(mine, logits[np.arange(len(place)), place], -np.inf)
+        return ShardScores(
+            self.vocab,
+            Rows.concatenate([self.rows, target]),
+            np.concatenate([self.logit, logit]),
+            np.concatenate([self.lse, _log_sum_exp(logits)]),
+            Rows.empty(),
+            logits[:0],
+        )
+
+
+def shard_scores(
+    logits: torch.Tensor, vocab: Vocab, rows: Rows, after: NDArray[np.int64], open_end: NDArray[Any]
+) -> ShardScores:
+    """Score a pass by this rank's logits, in float32, a chunk of rows at a time.
+
+    Args:
+        logits: [row, padded local vocab], the logits at ``rows``; what lies beyond the shard is
+            left out.
+        vocab: which token IDs they are of.
+        rows: the pass's rows on this rank.
+        after: int64 [row], the place in ``rows`` of each one's next token, or -1.
+        open_end: bool [row], rows whose next token may lie on another rank.
+    """
+    import torch
+
+    start, stop, _ = vocab
+    target = np.flatnonzero(after >= 0)
+    token = torch.from_numpy(rows.token[after[target]]).to(logits.device)
+    step = max(1, _CHUNK_VALUES // max(1, logits.shape[-1]))
+    own, lse = [torch.empty(0)], [torch.empty(0)]
+    for begin in range(0, len(target), step):
+        chunk = slice(begin, begin + step)
+        index = torch.from_numpy(target[chunk]).to(logits.device)
+        picked = logits.detach().index_select(0, index)[:, : stop - start].float()
+        mine = (token[chunk] >= start) & (token[chunk] < stop)
+        place = torch.where(mine, token[chunk] - start, 0)
+        chosen = picked.gather(-1, place[:, None]).squeeze(-1)
+        own.append(torch.where(mine, chosen, -torch.inf).cpu())
+        # a plain sum adds in pairs; log_softmax adds one by one on a CPU
+        top = picked.amax(-1)
+        lse.append((top + (picked - top[:, None]).exp_().sum(-1).log_()).cpu())
+    ends = np.flatnonzero(open_end & (after < 0))
+    index = torch.from_numpy(ends).to(logits.device)
+    return ShardScores(
+        vocab,
+        rows.take(after[target]),
+        torch.cat(own).double().numpy(),
+        torch.cat(lse).double().numpy(),
+        rows.take(ends),
+        logits.detach().index_select(0, index)[:, : stop - start].float().cpu(),
+    )
+
+
+def combine(
+    parts: Sequence[ShardScores],
+) -> tuple[Rows, NDArray[np.float64], str | None]:
+    """Put the ranks' parts of one pass together.
+
+    Returns the scored tokens, their log-probs, and a sentence where something is missing: nothing
+    is scored by a part of the vocabulary.
+    """
+    if not parts:
+        return Rows.empty(), np.empty(0), None
+    by_vocab: dict[Vocab, list[ShardScores]] = {}
+    for part in parts:
+        by_vocab.setdefault(part.vocab, []).append(part)
+    extents = sorted(by_vocab)
+    ends = [0, *(stop for _, stop, _ in extents)]
+    totals = {total for _, _, total in extents}
+    tiled = all(start == end for (start, _, _), end in zip(extents, ends, strict=False))
+    if not tiled or totals != {ends[-1]}:
+        held = ", ".join(f"[{start}, {stop})" for start, stop, _ in extents)
+        return (
+            Rows.empty(),
+            np.empty(0),
+            f"no log-probs: ranks scored the tokens {held} of a vocabulary of {max(totals)}, "
+            "which do not tile it; a rank wrote nothing",
+        )
+    tables = [_merged(by_vocab[vocab]) for vocab in extents]
+    common = tables[0][0]
+    for keys, _ in tables[1:]:
+        common = np.intersect1d(common, keys)
+    most = max(len(keys) for keys, _ in tables)
+    logit = np.full(len(common), -np.inf)
+    lse = np.full(len(common), -np.inf)
+    for keys, table in tables:
+        at = np.searchsorted(keys, common)
+        logit = np.maximum(logit, table.logit[at])
+        lse = np.logaddexp(lse, table.lse[at])
+    rows = tables[0][1].rows.take(np.searchsorted(tables[0][0], common))
+    problem = None
+    if most > len(common):
+        problem = f"{most - len(common)} tokens were not scored by every rank of the vocabulary"
+    return rows, logit - lse, problem
+
+
+def find(rows: Rows, sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.intp]:
+    """Say where in ``rows`` each (sequence, position) is: int [n], -1 where it is not."""
+    if not len(rows) or not len(sequence):
+        return np.full(len(sequence), -1, np.intp)
+    held, wanted = _keys(rows.sequence, rows.position), _keys(sequence, position)
+    order = np.argsort(held, kind="stable")
+    slot = np.searchsorted(held[order], wanted).clip(max=len(held) - 1)
+    return np.where(held[order][slot] == wanted, order[slot], -1)
+
+
+def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScores]:
+    """Lay the parts of one shard (of context-parallel ranks, or replicas) together, by key."""
+    rows = Rows.concatenate([part.rows for part in parts])
+    keys, first = np.unique(_keys(rows.sequence, rows.position), return_index=True)
+    logit = np.concatenate([part.logit for part in parts])[first]
+    lse = np.concatenate([part.lse for part in parts])[first]
+    last = parts[-1]
+    return keys, ShardScores(
+        last.vocab, rows.take(first), logit, lse, last.pending.take(first[:0]), last.logits[:0]
+    )
+
+
+def _keys(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
+    return (sequence.astype(np.int64) << 32) + position
+
+
+def _log_sum_exp(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    top = logits.max(axis=1, keepdims=True) if len(logits) else logits[:, :1]
+    summed: NDArray[np.float64] = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
+    return summed
