@@ -151,6 +151,7 @@ class Recorder:
         self._values, self._headers, self._scores, self._shard_scores = {}, {}, [], None
         if broken is not None:
             with self.guarded("dropping a pass"):
+                self.writer.skip_pass()
                 self.writer.error("a forward pass broke off before its end and was not recorded")
 
     def record(self, point: str, take: Callable[[], Any]) -> None:

@@ -222,6 +222,10 @@ class CaptureWriter:
             temporary.unlink(missing_ok=True)
         self._passes.append(PassSummary(name, len(rows)))
 
+    def skip_pass(self) -> None:
+        """Leave a pass out, so that those after it have the same number on all ranks."""
+        self._begun += 1
+
     def _tensors_json(self, headers: Mapping[str, TensorHeader]) -> str:
         # seldom changes from pass to pass
         items = tuple(headers.items())

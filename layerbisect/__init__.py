@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from layerbisect.bisect.verdict import Verdict
     from layerbisect.captures.record.file import ScoreRecord
     from layerbisect.captures.store import Capture
-    from layerbisect.captures.transformers_capture import capture
+    from layerbisect.captures.capture import capture
 
     __version__: str
 
@@ -48,7 +48,7 @@ _HOMES = {
     "Capture": "layerbisect.captures.store",
     "ScoreRecord": "layerbisect.captures.record.file",
     "Verdict": "layerbisect.bisect.verdict",
-    "capture": "layerbisect.captures.transformers_capture",
+    "capture": "layerbisect.captures.capture",
     "judge": "layerbisect.bisect.scores.judge",
 }
 

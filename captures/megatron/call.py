@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from layerbisect.captures.batch import RowPart
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.megatron.padding import read_tokens
 from layerbisect.captures.rows import Rows
@@ -46,20 +47,6 @@ class Call:
     problems: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """The rows ``start`` to ``stop`` of a call, which one sequence-parallel rank holds.
-
-    ``grid`` counts the rows of its flattened activations; ``index`` int64 [stop - start] is each
-    row's place among them.
-    """
-
-    grid: int
-    index: NDArray[np.int64]
-    start: int
-    stop: int
-
-
 def read_call(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: tuple[int, int]
 ) -> Call | str:
@@ -68,6 +55,7 @@ def read_call(
     ``context`` is this rank among the context-parallel ranks, and their number.
     """
     given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    given |= given.pop("kwargs", {})
     packed = given.get("packed_seq_params")
     refusal = _refusal(given, packed, context[1])
     if refusal:
@@ -225,7 +213,7 @@ def _check_positions(
     problems: list[str],
 ) -> None:
     """Compare position_ids, where given, with the rows' places in their sequences."""
-    if ids is None:
+    if ids is None or not len(rows):
         return
     told = _integers(ids)
     if told.shape[-2:] not in (shape, (1, shape[1]), shape[1:]):
@@ -259,4 +247,4 @@ def _integers(values: torch.Tensor) -> NDArray[np.int64]:
 
 
 def _short(values: NDArray[np.int64]) -> str:
-    return str(values.tolist()) if len(values) < 8 else f"{values[:6].tolist()}... "
+    return str(values.tolist()) if len(values) < 8 else f"{values[:7].tolist()} ..."

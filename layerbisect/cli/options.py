@@ -115,7 +115,7 @@ def warnings_as_talk() -> Iterator[None]:
     """Turn warnings about captures into lines on stderr, without Python's file and line."""
     import warnings
 
-    from layerbisect.captures.transformers_capture import CaptureWarning
+    from layerbisect.captures.telling import CaptureWarning
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CaptureWarning)

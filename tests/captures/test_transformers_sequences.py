@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import CaptureWarning, capture
+from layerbisect.captures.telling import CaptureWarning
+from layerbisect.captures.transformers_capture import capture
 
 VOCAB = 512
 LENGTHS = (12, 20, 16)

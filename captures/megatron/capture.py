@@ -1,0 +1,136 @@
+"""Capture a Megatron-core job from inside: every rank writes what it holds, and asks nobody."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from layerbisect.captures.format import CaptureInfo
+from layerbisect.captures.megatron.chunk import ChunkCapture, Names
+from layerbisect.captures.megatron.model import Chunk, unwrap
+from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.weights import fingerprints
+from layerbisect.captures.telling import TellingWriter, warn_of
+
+if TYPE_CHECKING:
+    from layerbisect.captures.megatron.model import Model
+
+
+class MegatronCapture:
+    """Records what this rank's chunks of a GPTModel compute while the context is open.
+
+    Args:
+        model: the job's GPTModel, wrapped or not, or its list of virtual pipeline chunks.
+        directory: where all ranks write; a new directory, or an empty one.
+        points, label, names, salts: as :func:`layerbisect.captures.capture.capture` has them.
+        vocab: tokens in the vocabulary, where the logits have padding rows after them.
+        whole_after_each_pass: mark the capture as whole whenever no pass is open, where nobody says
+            which pass is the last.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        directory: str | Path,
+        *,
+        points: str | Sequence[str] = "coarse",
+        label: str = "trainer",
+        names: Sequence[str] | None = None,
+        salts: Sequence[str] | None = None,
+        vocab: int | None = None,
+        whole_after_each_pass: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self._model = model
+        self.chunks = unwrap(model)
+        self.points = self.chunks[0].points(points)
+        self._label = label
+        self._names, self._salts = tuple(names or ()), tuple(salts or ())
+        self._vocab = vocab
+        self._live = whole_after_each_pass
+        self._exit = ExitStack()
+        self._open: list[ChunkCapture] = []
+
+    def __enter__(self) -> MegatronCapture:
+        place = Place.here(self.chunks[0].config)
+        info = _describe(self.chunks[0], place, self._label, self.points, self._vocab)
+        self._before = fingerprints(self._model, vocab=self._vocab)
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                writer = TellingWriter(
+                    self.directory,
+                    info,
+                    rank=place.world[0] * chunk.count + chunk.number,
+                    world_size=place.world[1] * chunk.count,
+                    replica=place.data[0],
+                    name=place.name(chunk.number, chunk.count),
+                    # one chunk speaks for the process
+                    fingerprints=self._before if chunk.number == 0 else None,
+                )
+                prefix = f"dp{place.data[0]}." if place.data[1] > 1 else ""
+                names = Names(prefix, self._names, self._salts)
+                one = ChunkCapture(chunk, place, writer, self.points, names, self._vocab)
+                one.attach(stack, self._live)
+                self._open.append(one)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exit.close()
+        # what broke off is not whole: such a capture stays marked as unfinished
+        if kind is None:
+            after = fingerprints(self._model, vocab=self._vocab)
+            changed = [name for name, digest in after.items() if self._before.get(name) != digest]
+            for one in self._open:
+                if changed:
+                    one.writer.error(
+                        f"the weights changed during the capture ({len(changed)} tensors, "
+                        f"{changed[0]} first); capture one state of them"
+                    )
+                one.writer.close(one.passes)
+            warn_of(self.directory, [e for one in self._open for e in one.writer.errors])
+
+
+def _describe(
+    chunk: Chunk, place: Place, label: str, points: tuple[str, ...], vocab: int | None
+) -> CaptureInfo:
+    import megatron.core
+    import torch
+
+    config, parameter = chunk.config, next(chunk.model.parameters())
+    device = torch.cuda.get_device_name() if parameter.is_cuda else str(parameter.device)
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups or config.num_attention_heads,
+        "num_experts": config.num_moe_experts,
+        "vocab_size": vocab,
+    }
+    return CaptureInfo(
+        engine="megatron-core",
+        engine_version=megatron.core.__version__,
+        label=label,
+        device=device,
+        dtype=str(config.params_dtype).removeprefix("torch."),
+        num_layers=config.num_layers,
+        moe_layers=chunk.moe_layers,
+        points=points,
+        model_config={name: size for name, size in sizes.items() if size is not None},
+        parallel=dict(place.sizes),
+        environment={
+            **chunk.settings(),
+            "sequence_parallel": str(place.sequence_parallel),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )

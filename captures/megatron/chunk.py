@@ -1,0 +1,176 @@
+"""Record one chunk of a Megatron-core GPTModel on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from layerbisect.captures.batch import Batch
+from layerbisect.captures.format import SequenceInfo, TensorHeader
+from layerbisect.captures.megatron import adapter
+from layerbisect.captures.megatron.call import Call, read_call, scattered
+from layerbisect.captures.megatron.model import Chunk
+from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.points import Point
+from layerbisect.captures.recorder import Recorder
+from layerbisect.captures.telling import TellingWriter
+from layerbisect.captures.vocab_scores import Vocab, shard_scores
+from layerbisect.captures.wrapping import method_wrapped
+
+
+class Names:
+    """Names sequences in the order in which they come, the same on all ranks of a replica."""
+
+    def __init__(self, prefix: str, names: Sequence[str], salts: Sequence[str]) -> None:
+        self._prefix, self._names, self._salts = prefix, names, salts
+        self._count = 0
+
+    def next(self) -> SequenceInfo:
+        number, self._count = self._count, self._count + 1
+        name = self._names[number] if number < len(self._names) else f"{self._prefix}s{number}"
+        return SequenceInfo(name, self._salts[number] if number < len(self._salts) else "")
+
+
+class ChunkCapture:
+    """Records what one chunk computes, as one writer of the capture."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        place: Place,
+        writer: TellingWriter,
+        points: Sequence[str],
+        names: Names,
+        vocab: int | None,
+    ) -> None:
+        self.writer = writer
+        self.passes = 0
+        self._chunk, self._place, self._names, self._vocab = chunk, place, names, vocab
+        self._call: Call | None = None
+        self._held: Vocab | None = None
+        self.recorder = Recorder(
+            writer,
+            [name for name in points if chunk.holds(name)],
+            tuple(adapter.taps(chunk)),
+            head_dim=int(chunk.config.kv_channels),
+            header_of=self._header,
+            scattered=adapter.SCATTERED if place.sequence_parallel else (),
+        )
+
+    def attach(self, stack: ExitStack, live: bool) -> None:
+        """Register the hooks until ``stack`` closes."""
+        model, recorder = self._chunk.model, self.recorder
+        handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._end, with_kwargs=True),
+        ]
+        if live:
+            handles.append(model.register_forward_pre_hook(lambda *_: self._reopen(), prepend=True))
+            handles.append(model.register_forward_hook(lambda *_: self._finish()))
+        if self._chunk.model.post_process:
+            handles.append(model.output_layer.register_forward_hook(self._score))
+            recorder.expect("logits")
+        for handle in handles:
+            stack.callback(handle.remove)
+        for layer, path in self._chunk.layers.items():
+            router = getattr(model.get_submodule(path).mlp, "router", None)
+            point = f"layers.{layer}.mlp.router_logits"
+            if router is not None and point in recorder.points:
+                recorder.expect(point)
+                seen = self._router_logits(point)
+                stack.enter_context(method_wrapped(router, "gating", seen))
+        stack.callback(recorder.detach)
+        recorder.attach(model)
+        hidden = adapter.unseen(self._chunk)
+        self.writer.points_seen({n: s for n, s in hidden.items() if n in recorder.points})
+
+    def _reopen(self) -> None:
+        with self.recorder.guarded("reopening the capture"):
+            self.writer.reopen()
+
+    def _finish(self) -> None:
+        with self.recorder.guarded("finishing the capture"):
+            self.writer.finish()
+
+    def _router_logits(self, point: str) -> Callable[..., Any]:
+        def gating(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            logits = own(*args, **kwargs)
+            if self.recorder.wants(point):
+                self.recorder.record(point, lambda: logits)
+            return logits
+
+        return gating
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = None
+        with self.recorder.guarded("reading a call"):
+            call = read_call(model, args, kwargs, self._place.context)
+            if isinstance(call, str):
+                # the other ranks count this pass, too
+                self.writer.skip_pass()
+                self.writer.error(call)
+                return
+            for problem in call.problems:
+                self.writer.error(problem)
+            sequences = tuple(self._names.next() for _ in range(call.sequences))
+            part = scattered(call, self._place.tensor) if self._place.sequence_parallel else None
+            self.recorder.begin(
+                Batch("forward", sequences, call.rows, call.grid, call.index, part=part)
+            )
+            if self.recorder.batch is None:
+                self.writer.write_pass("forward", sequences, call.rows, {}, {})
+            self._call = call
+
+    def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._call is not None:
+            self._call = None
+            self.recorder.end()
+            self.passes += 1
+
+    def _score(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        call = self._call
+        if call is None or self.recorder.batch is None:
+            return
+        with self.recorder.guarded("logprob"):
+            import torch
+
+            logits = output[0] if isinstance(output, tuple) else output
+            self._held = start, stop, _ = self._vocabulary(module, logits.shape[-1])
+            if start == stop:
+                # nothing but padding of the vocabulary is here
+                return
+            if self.recorder.wants("logits"):
+                self.recorder.record("logits", lambda: logits[..., : stop - start])
+            if "logprob" in self.recorder.points:
+                flat = logits.detach().reshape(call.grid, -1)
+                index = torch.from_numpy(call.index).to(flat.device)
+                open_end = ~call.last & (call.after < 0)
+                scores = shard_scores(
+                    flat.index_select(0, index), self._held, call.rows, call.after, open_end
+                )
+                self.recorder.score_shard(scores)
+
+    def _vocabulary(self, output_layer: Any, width: int) -> Vocab:
+        """Which token IDs the logits of this rank are of."""
+        rank, size = self._place.tensor
+        padded = int(output_layer.output_size)
+        total = padded if self._vocab is None else self._vocab
+        if not 0 < total <= padded:
+            raise ValueError(
+                f"the vocabulary has {padded} rows, and {total} were said to be tokens"
+            )
+        if width == padded:
+            rank, size = 0, 1
+        each = padded // size
+        if width != each:
+            raise ValueError(f"the logits are of {width} tokens, where {each} were expected")
+        return min(rank * each, total), min((rank + 1) * each, total), total
+
+    def _header(self, point: Point) -> TensorHeader:
+        if point.suffix == "logits":
+            assert self._held is not None
+            start, stop, total = self._held
+            cut = {"vocab": self._held} if (start, stop) != (0, total) else {}
+            return TensorHeader(point.dims, shards=cut)
+        return adapter.header(point, self._chunk.config, self._place)
