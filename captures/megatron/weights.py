@@ -14,11 +14,12 @@ from layerbisect.captures.errors import LayerBisectError, ModelDirectoryError
 from layerbisect.captures.fingerprint import fingerprint
 from layerbisect.captures.megatron.model import unwrap
 from layerbisect.captures.megatron.place import Place
-from layerbisect.captures.megatron.slots import Slot, slots
+from layerbisect.captures.megatron.slots import slots
 from layerbisect.captures.weights.format import SnapshotInfo
 from layerbisect.captures.weights.snapshot import write_rank
 
 if TYPE_CHECKING:
+    from layerbisect.captures.megatron.cuts import Slot
     from layerbisect.captures.megatron.model import Model
 
 _INDEX = "model.safetensors.index.json"
@@ -55,7 +56,7 @@ def load_checkpoint(
     with torch.no_grad():
         for chunk in unwrap(model):
             for name, tensor in chunk.model.named_parameters():
-                if "word_embeddings" in name or "output_layer" in name:
+                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
                     tensor.zero_()
         for slot in found:
             checkpoint.fill(slot)
@@ -116,23 +117,22 @@ class _Checkpoint:
     """The safetensors files of a directory, of which only the parts asked for are read."""
 
     def __init__(self, directory: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.directory = directory
         index = directory / _INDEX
+        opened: list[Any] = []
         try:
             paths = sorted(directory.glob("*.safetensors"))
             if index.is_file():
                 named = json.loads(index.read_text("utf-8"))["weight_map"]
                 paths = [directory / name for name in sorted(set(named.values()))]
-            files = [safe_open(path, framework="pt") for path in paths]
-        except Exception as error:
+            opened += (safe_open(path, framework="pt") for path in paths)
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
             raise ModelDirectoryError(
                 f"{directory} is no whole checkpoint ({error}); download or save it again"
             ) from None
-        self._slices: dict[str, Any] = {
-            name: file.get_slice(name) for file in files for name in file.keys()
-        }
+        self._slices = {name: file.get_slice(name) for file in opened for name in set(file.keys())}
         if not self._slices:
             raise ModelDirectoryError(
                 f"no safetensors file in {directory}; give the directory of a Hugging Face "

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import MANIFEST_FILE
+from layerbisect.captures.megatron.model import is_megatron
 from layerbisect.captures.tensorfile import write_tensors
 from layerbisect.captures.weights.format import (
     SCALE,
@@ -33,29 +34,49 @@ if TYPE_CHECKING:
 
 
 def save_weights(
-    module: torch.nn.Module,
+    module: torch.nn.Module | Sequence[torch.nn.Module],
     directory: str | os.PathLike[str],
     *,
     label: str = "trainer",
     values: bool = True,
     weight_version: str | None = None,
+    vocab: int | None = None,
 ) -> Path:
     """Write the weights that a live module holds, and return the directory.
 
     Parameters keep their names, without the wrappers of data parallelism and compilation; a layer's
     stacked experts are written as one matrix an expert, as a checkpoint has them. In a distributed
     job every rank calls this with the same directory and writes its own part, without waiting:
-    sharded (DTensor) parameters as shards, others as replicas.
+    sharded (DTensor) parameters as shards, others as replicas. Of a Megatron job all chunks of a
+    rank are given, and each rank's part of what a checkpoint holds is written by its names.
 
     Args:
+        module: the model; of a Megatron job the list of its chunks, or one of them.
         values: False keeps a digest of every tensor and a sample of its values, and no more.
+        vocab: rows of a Megatron model's vocabulary, as it has more that pad it.
 
     Raises:
         CaptureError: the directory holds this rank's part already, or another snapshot, or cannot
-            be written.
+            be written; ``module`` is none.
     """
     import torch
 
+    if is_megatron(module):
+        from layerbisect.captures.megatron.weights import save_weights as save_megatron
+
+        return save_megatron(
+            module,
+            directory,
+            label=label,
+            values=values,
+            weight_version=weight_version,
+            vocab=vocab,
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise CaptureError(
+            f"cannot save the weights of a {type(module).__name__}; give a module, or the list of "
+            "a Megatron job's chunks"
+        )
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if joined else 0
     world = torch.distributed.get_world_size() if joined else 1
