@@ -158,7 +158,10 @@ def _padded(given: Mapping[str, Any], context: tuple[int, int], problems: list[s
 def _packed(
     given: Mapping[str, Any], packed: Any, context: tuple[int, int], problems: list[str]
 ) -> Call | str:
-    """Read a call whose sequences lie one after the other; ``cu_seqlens`` are of all ranks."""
+    """Read a call whose sequences lie one after the other; ``cu_seqlens`` are of all ranks.
+
+    They alone bound what a token attends to here, so masks are not looked at.
+    """
     rank, size = context
     token = _integers(given["input_ids"])
     if token.size != token.shape[-1]:
