@@ -39,6 +39,7 @@ MANIFEST_FILE = "manifest.json"
 
 How = Literal["observed", "derived", "partial_sum", "not_observable"]
 Phase = Literal["forward", "prefill", "decode"]
+RoutesFrom = Literal["own", "forced", "forced with weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class CaptureInfo:
 
     ``model_config`` is the model's configuration as its config.json has it; ``fingerprints`` maps
     a checkpoint tensor's name to a digest of a sample of its values, where the engine holds it
-    unpacked and unsharded.
+    unpacked and unsharded. ``routes`` says whether experts were chosen by the model's own router,
+    or were those of another capture, with or without that one's weights.
     """
 
     engine: str
@@ -63,6 +65,7 @@ class CaptureInfo:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     parallel: Mapping[str, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    routes: RoutesFrom = "own"
     schema: int = SCHEMA
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,33 +16,19 @@ import numpy as np
 from layerbisect.captures import kv_lanes
 from layerbisect.captures.attention_seam import observed
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.format import CaptureInfo
 from layerbisect.captures.lanes import Lane, Names
 from layerbisect.captures.recorder import Recorder
+from layerbisect.captures.routes import Routes
 from layerbisect.captures.scores import Pending, score_pass
+from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
 from layerbisect.captures.transformers_calls import Call, read_call
-from layerbisect.captures.writer import CaptureWriter
+from layerbisect.captures.transformers_routes import ForcedRoutes
 
 if TYPE_CHECKING:
     import torch
 
-
-class CaptureWarning(UserWarning):
-    """Something kept a capture from being whole."""
-
-
-class _Writer(CaptureWriter):
-    """Also keeps the errors that it writes, to tell them on leaving the context."""
-
-    def __init__(self, directory: Path, info: CaptureInfo) -> None:
-        self.errors: list[str] = []
-        super().__init__(directory, info)
-
-    def error(self, message: str) -> None:
-        if message not in self.errors:
-            self.errors.append(message)
-        super().error(message)
+    from layerbisect.captures.store import Capture
 
 
 class ModelCapture:
@@ -57,6 +43,8 @@ class ModelCapture:
         label: str = "trainer",
         names: Sequence[str] | None = None,
         salts: Sequence[str] | None = None,
+        routes: str | os.PathLike[str] | Capture | None = None,
+        route_weights: bool = False,
     ) -> None:
         if isinstance(names, str) or isinstance(salts, str):
             raise LayerBisectError("names and salts are lists with one text a sequence, not texts")
@@ -65,6 +53,11 @@ class ModelCapture:
         self._anatomy = Anatomy.of(model)
         self.points = self._anatomy.points(points)
         self._label = label
+        self._routes: ForcedRoutes | None = None
+        if routes is not None:
+            self._routes = ForcedRoutes(self._anatomy, Routes.of(routes, weights=route_weights))
+        elif route_weights:
+            raise LayerBisectError("route_weights needs routes: give the capture that has them")
         self._names = Names(names or (), salts or ())
         self._exit = ExitStack()
         self._call: Call | None = None
@@ -73,7 +66,10 @@ class ModelCapture:
 
     def __enter__(self) -> ModelCapture:
         anatomy = self._anatomy
-        self._writer = _Writer(self.directory, anatomy.info(self._label, self.points))
+        info = anatomy.info(self._label, self.points)
+        if self._routes is not None:
+            info = replace(info, routes=self._routes.kind)
+        self._writer = TellingWriter(self.directory, info)
         self._recorder = Recorder(
             self._writer, self.points, anatomy.taps, head_dim=anatomy.head_dim
         )
@@ -92,6 +88,8 @@ class ModelCapture:
                 stack.enter_context(observed(self._attention))
             for point in (*wanted, "logits"):
                 self._recorder.expect(point)
+            if self._routes is not None:
+                stack.enter_context(self._routes.attached(self._recorder.guarded))
             stack.callback(self._recorder.detach)
             self._recorder.attach(model)
             self._exit = stack.pop_all()
@@ -104,27 +102,17 @@ class ModelCapture:
         trace: TracebackType | None,
     ) -> None:
         self._exit.close()
+        for problem in self._routes.problems() if self._routes is not None else ():
+            self._writer.error(problem)
         # what broke off is not whole: such a capture stays marked as unfinished
-        if kind is not None:
-            return
-        if self._recorder.batch is not None:
-            self._writer.error("a forward pass broke off before its end and was not recorded")
-        if not self._passes:
-            self._writer.error(
-                "no forward pass was seen: call the captured model itself inside the context"
-            )
-        self._writer.finish()
-        errors = self._writer.errors
-        if errors:
-            others = f" (and {len(errors) - 1} more in its manifest)" if errors[1:] else ""
-            warnings.warn(
-                f"the capture {self.directory} is not whole: {errors[0]}{others}",
-                CaptureWarning,
-                stacklevel=2,
-            )
+        if kind is None:
+            self._writer.close(self._passes)
+            warn_of(self.directory, self._writer.errors)
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
+        if self._routes is not None:
+            self._routes.forget()
         with self._recorder.guarded("reading a call"):
             call = read_call(model, args, kwargs, self._names)
             if isinstance(call, str):
@@ -139,12 +127,16 @@ class ModelCapture:
             self._names.renamed.clear()
             self._recorder.begin(call.batch)
             self._call, self._after = call, call.fed.lanes
+            if self._routes is not None:
+                self._routes.begin(call)
 
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call, self._call = self._call, None
         if call is None:
             return
         with self._recorder.guarded("ending a call"):
+            if self._routes is not None:
+                self._routes.end()
             cache = call.cache if call.cache is not None else _cache_of(output)
             if cache is not None:
                 kv_lanes.remember(cache, self._after)
@@ -209,6 +201,8 @@ def capture(
     label: str = "trainer",
     names: Sequence[str] | None = None,
     salts: Sequence[str] | None = None,
+    routes: str | os.PathLike[str] | Capture | None = None,
+    route_weights: bool = False,
 ) -> ModelCapture:
     """Capture a transformers model over every forward call inside the context.
 
@@ -229,13 +223,27 @@ def capture(
         names: names of the sequences in the order in which they begin, ``s0``, ``s1``, ... without.
             A name that already stands for other tokens is told apart by a suffix, with a warning.
         salts: what else is in the scoring context of each sequence (an adapter, an image).
+        routes: a capture, or its directory, whose experts the model must use for the tokens that
+            both have seen; the weights are those that the model's own router gives these experts.
+            The computation is another one then, so call the model without gradients.
+        route_weights: use that capture's weights, too.
 
     Raises:
-        LayerBisectError: a model that the table does not know, or a pattern that matches nothing.
+        LayerBisectError: a model that the table does not know, a pattern that matches nothing, or
+            routes that are not those of all the model's layers with experts.
         CaptureError: on entering, where the directory already holds something.
 
     Warns:
         CaptureWarning: once, on leaving, if something kept the capture from being whole. A capture
             whose context ended by an exception stays unfinished; its passes can be read.
     """
-    return ModelCapture(model, directory, points=points, label=label, names=names, salts=salts)
+    return ModelCapture(
+        model,
+        directory,
+        points=points,
+        label=label,
+        names=names,
+        salts=salts,
+        routes=routes,
+        route_weights=route_weights,
+    )

@@ -13,6 +13,7 @@ from layerbisect.cli.boundary import echo_json
 from layerbisect.cli.options import console, json_option, warnings_as_talk
 
 if TYPE_CHECKING:
+    from layerbisect.captures.transformers_capture import ModelCapture
     from layerbisect.progress import ConsoleProgress
     from layerbisect.token_file import TokenSequence
 
@@ -56,6 +57,15 @@ _FOLDER = click.Path(path_type=Path)
     is_flag=True,
     help="Prefill prompt_length tokens and decode the others over a KV cache, as a rollout does.",
 )
+@click.option(
+    "--routes",
+    type=_FOLDER,
+    metavar="DIR",
+    help="Use the experts of this capture (with its expert_ids) for the tokens that both have.",
+)
+@click.option(
+    "--route-weights", is_flag=True, help="With --routes: use its experts' weights as well."
+)
 @json_option
 def capture(
     model: Path,
@@ -67,6 +77,8 @@ def capture(
     device: str,
     label: str | None,
     decode_from_prompt: bool,
+    routes: Path | None,
+    route_weights: bool,
     as_json: bool,
 ) -> int:
     """Capture a transformers model over given tokens, one sequence at a time.
@@ -76,6 +88,8 @@ def capture(
       layerbisect capture --model policy --tokens answers.jsonl --out captures/trainer
       layerbisect capture --model policy --tokens answers.jsonl --out captures/layer9 \\
           --points layers.9 --attention eager
+      layerbisect capture --model policy --tokens answers.jsonl --out captures/forced \\
+          --routes captures/rollout
     """
     from layerbisect.captures.points import select
     from layerbisect.loading import read_config
@@ -96,6 +110,13 @@ def capture(
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int):
         select(points, layers, moe=True)
+    if route_weights and routes is None:
+        raise LayerBisectError("--route-weights needs --routes: give the capture that has them")
+    forced = None
+    if routes is not None:
+        from layerbisect.captures.routes import Routes
+
+        forced = Routes.of(routes, weights=route_weights).capture
     _check_free(out)
     from layerbisect.progress import shown
 
@@ -105,7 +126,19 @@ def capture(
         from layerbisect.loading import load_model
 
         loaded = load_model(model, dtype=dtype, attention=attention, device=device)
-        _run(loaded, out, points, role, sequences, decode_from_prompt, progress)
+        from layerbisect.captures.transformers_capture import capture as recorded
+
+        names = [s.name for s in sequences]
+        recording = recorded(
+            loaded,
+            out,
+            points=points,
+            label=role,
+            names=names,
+            routes=forced,
+            route_weights=route_weights,
+        )
+        _run(loaded, recording, sequences, decode_from_prompt, progress)
     from layerbisect.captures.store import Capture
     from layerbisect.captures.summary import summarize
     from layerbisect.wording import count, size
@@ -125,9 +158,7 @@ def capture(
 
 def _run(
     model: Any,
-    out: Path,
-    points: str,
-    label: str,
+    recording: ModelCapture,
     sequences: tuple[TokenSequence, ...],
     decode: bool,
     progress: ConsoleProgress,
@@ -135,13 +166,12 @@ def _run(
     import torch
 
     from layerbisect.captures.replay_decode import decode_like_rollout
-    from layerbisect.captures.transformers_capture import capture as recorded
 
+    out = recording.directory
     was_there = out.exists()
     total = sum(len(s.ids) for s in sequences)
     try:
-        names = [s.name for s in sequences]
-        with recorded(model, out, points=points, label=label, names=names), torch.no_grad():
+        with recording, torch.no_grad():
             progress.start("capturing tokens", total)
             done = 0
             for one in sequences:
