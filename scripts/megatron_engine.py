@@ -1,0 +1,230 @@
+"""Run steps on the real megatron-core: one process a rank, on this machine's CPU, over gloo.
+
+A job is a dict: ``model`` (a checkpoint directory), ``config`` (fields of TransformerConfig to
+change, if any) and ``steps``, done in order in one life of the processes, as importing megatron
+costs seconds. A step names in ``do`` what is done: a key of `STEPS`, or ``module:function``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.megatron_model import Layout, build, forward, start
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT = 300.0
+"""Seconds that a job may take."""
+
+
+class JobError(RuntimeError):
+    """Ranks failed, or took too long; the message has what each of them said."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a step gets: one process's part of the model."""
+
+    chunks: list[Any]
+    layout: Layout
+    model: Path
+
+    @property
+    def number(self) -> int:
+        """Rank in the whole job."""
+        import torch
+
+        return torch.distributed.get_rank()
+
+
+def run_job(
+    job: Path | dict[str, Any], layout: Layout | None = None, *, timeout: float = TIMEOUT
+) -> list[list[Any]]:
+    """Start the ranks of ``layout``, let each do the job's steps, and end them.
+
+    Returns:
+        what each step returned, as JSON holds it, by rank and by step.
+
+    Raises:
+        JobError: a rank failed, with the traceback of each that did, or time ran out; no rank is
+            left running.
+    """
+    layout = layout or Layout()
+    given = json.loads(job.read_text()) if isinstance(job, Path) else job
+    with tempfile.TemporaryDirectory(prefix="megatron-job-") as scratch:
+        folder = Path(scratch)
+        (folder / "job.json").write_text(json.dumps(given | {"layout": asdict(layout)}))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | dict(
+            WORLD_SIZE=str(layout.ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",
+            # megatron's, on what is not installed, would bury a failure's traceback
+            PYTHONWARNINGS="ignore",
+            PYTHONPATH=path,
+        )
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(layout.ranks):
+                with (folder / f"{rank}.log").open("wb") as log:
+                    ranks.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "scripts.megatron_engine", scratch],
+                            env=environment | {"RANK": str(rank)},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            problem = _wait(ranks, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        if problem:
+            raise JobError("\n".join((problem, *_complaints(folder, layout.ranks))))
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(layout.ranks)]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
+    """Wait until all ranks ended well, or say what happened instead."""
+    end = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
+        if failed:
+            # the others may be about to say what they know, and would else wait for the dead
+            time.sleep(0.5)
+            return ", ".join(failed)
+        if None not in codes:
+            return ""
+        if time.monotonic() > end:
+            running = [str(rank) for rank, code in enumerate(codes) if code is None]
+            return f"no end after {timeout:g} s of rank {', '.join(running)}"
+        time.sleep(0.05)
+
+
+def _complaints(folder: Path, ranks: int) -> list[str]:
+    """The last lines of each rank's log."""
+    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    return [
+        f"rank {rank}:\n" + "\n".join(log.splitlines()[-40:])
+        for rank, log in enumerate(logs)
+        if log.strip()
+    ]
+
+
+def do_forward(rank: Rank, step: dict[str, Any]) -> list[list[float]] | None:
+    """Run sequences forward, and score them.
+
+    The step's ``tokens`` are the sequences (or a JSON file of them), dealt out to the data-parallel
+    ranks in turn, ``micro_batch`` at a time (default: all in one). ``fault`` is planted meanwhile
+    (see tests/planted_megatron.py); ``capture`` is a directory for a capture, with ``points``,
+    ``label`` and ``vocab``; ``logprobs`` is a file that the result is written to as JSON as well.
+
+    Returns:
+        on rank 0, for each sequence the log-prob (nat) of every token but the first.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    tokens = step["tokens"]
+    sequences = json.loads(Path(tokens).read_text()) if isinstance(tokens, str) else tokens
+    replica = parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_world_size()
+    if len(sequences) % replicas:
+        raise ValueError(f"give a multiple of {replicas} sequences, not {len(sequences)}")
+    own = range(replica, len(sequences), replicas)
+    size = step.get("micro_batch") or len(own)
+    batches = [[sequences[n] for n in own[i : i + size]] for i in range(0, len(own), size)]
+    with ExitStack() as stack:
+        if step.get("fault"):
+            from tests.planted_megatron import plant
+
+            stack.enter_context(plant(rank.chunks, step["fault"]))
+        if step.get("capture"):
+            import layerbisect
+
+            options = {name: step[name] for name in ("points", "label", "vocab") if name in step}
+            stack.enter_context(layerbisect.capture(rank.chunks, step["capture"], **options))
+        # replicas may share experts
+        longest = max(map(len, sequences)) if replicas > 1 else 0
+        logits = forward(rank.chunks, batches, longest)
+    scores: dict[int, list[float]] = {}
+    for batch, of_batch in zip(range(0, len(own), size), logits, strict=False):
+        for row, number in enumerate(own[batch : batch + size]):
+            ids = torch.tensor(sequences[number])
+            scores[number] = log_probs(of_batch[row, : len(ids) - 1], ids[1:]).tolist()
+    return _merged(rank, scores, len(sequences), step.get("logprobs"))
+
+
+def log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probs of targets [n] from this rank's vocabulary shard of logits [n, V/tp], in nat."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    # it wants [s, b, V/tp], and works in place
+    loss: torch.Tensor = vocab_parallel_cross_entropy(logits[:, None].clone(), targets[:, None])
+    return -loss[:, 0]
+
+
+def _merged(
+    rank: Rank, scores: dict[int, list[float]], count: int, file: str | None
+) -> list[list[float]] | None:
+    """Bring what the last stages scored to rank 0, and write it to ``file`` if one is named."""
+    import torch
+
+    gathered: list[dict[int, list[float]]] = [{}] * rank.layout.ranks
+    torch.distributed.all_gather_object(gathered, scores)
+    if rank.number:
+        return None
+    everything = {number: value for part in gathered for number, value in part.items()}
+    merged = [everything[number] for number in range(count)]
+    if file:
+        Path(file).write_text(json.dumps(merged))
+    return merged
+
+
+STEPS: dict[str, Callable[[Rank, dict[str, Any]], Any]] = {"forward": do_forward}
+
+
+def _rank(folder: Path) -> None:
+    """Do the job of ``folder`` as one of its ranks."""
+    import torch
+
+    job = json.loads((folder / "job.json").read_text())
+    layout = Layout(**job["layout"])
+    start(layout)
+    model = Path(job["model"])
+    rank = Rank(build(model, layout, **job.get("config", {})), layout, model)
+    results = []
+    for step in job["steps"]:
+        name = step["do"]
+        module, _, function = name.partition(":")
+        do = getattr(importlib.import_module(module), function) if function else STEPS[name]
+        results.append(do(rank, step))
+    (folder / f"{rank.number}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))
