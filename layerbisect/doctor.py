@@ -21,14 +21,14 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "layerbisect"
 PLATFORM = "SGLANG_PLATFORM"
 PREFIX = "LAYERBISECT_"
-MINIMUM = {"torch": (2, 6), "transformers": (5, 19), "sglang": (0, 5, 16)}
+MINIMUM = {"torch": (2, 6), "transformers": (5, 19), "sglang": (0, 5, 16), "megatron-core": (0, 16)}
 """Oldest versions that were tried; for SGLang the first with plugins."""
 
 INSTALL = {
     "torch": "pip install torch",
     "transformers": "pip install 'layerbisect[transformers]'",
     "sglang": "pip install 'layerbisect[sglang]', where the rollout runs",
-    "megatron-core": "pip install megatron-core, where the trainer runs",
+    "megatron-core": "pip install 'layerbisect[megatron]', where the trainer runs",
     "triton": "pip install triton, to run kernels alone",
     "aiter": "comes with AMD's images, to run its kernels alone",
 }
@@ -189,7 +189,13 @@ def _captures(packages: Mapping[str, Check], plugin: Check) -> tuple[Check, ...]
     )
     if sglang.state == "ok" and plugin.state != "ok":
         sglang = Check(sglang.name, plugin.state, "the plugin is not in place", plugin.advice)
-    return transformers, sglang
+    megatron = _needs(
+        "Megatron-core job",
+        packages,
+        ("torch", "megatron-core"),
+        "`with layerbisect.capture(model, DIR)` on every rank, or the hook of miles and slime",
+    )
+    return transformers, megatron, sglang
 
 
 def _needs(name: str, packages: Mapping[str, Check], wanted: tuple[str, ...], how: str) -> Check:

@@ -54,6 +54,7 @@ def test_with_everything_here_every_capture_is_possible(installed: dict[str, str
     health = examine({})
     assert {c.name: c.state for c in health.captures} == {
         "transformers model": "ok",
+        "Megatron-core job": "ok",
         "SGLang server": "ok",
     }
     states = {c.name: c.state for c in health.checks}
@@ -132,7 +133,11 @@ def test_the_command_prints_a_line_for_each_and_json(installed: dict[str, str]) 
     assert max(map(len, done.stdout.splitlines())) <= 100
     health = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
     assert health["schema"] == 1
-    assert [c["name"] for c in health["captures"]] == ["transformers model", "SGLang server"]
+    assert [c["name"] for c in health["captures"]] == [
+        "transformers model",
+        "Megatron-core job",
+        "SGLang server",
+    ]
     for one in health["checks"]:
         assert one["name"] in done.stdout
 
