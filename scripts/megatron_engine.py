@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.megatron_model import Layout, build, forward, start
+from scripts.megatron_model import Layout, build, forward, stand_ins, start
 
 if TYPE_CHECKING:
     import torch
@@ -68,68 +71,38 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="megatron-job-") as scratch:
         folder = Path(scratch)
         (folder / "job.json").write_text(json.dumps(given | {"layout": asdict(layout)}))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | dict(
-            WORLD_SIZE=str(layout.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            GLOO_SOCKET_IFNAME="lo",
-            # megatron's, on what is not installed, would bury a failure's traceback
-            PYTHONWARNINGS="ignore",
-            PYTHONPATH=path,
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "scripts.megatron_engine", scratch],
+            # megatron's warnings, on what is not installed, would bury a failure's traceback
+            env=os.environ | dict(PYTHONPATH=path, PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(layout.ranks):
-                with (folder / f"{rank}.log").open("wb") as log:
-                    ranks.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "scripts.megatron_engine", scratch],
-                            env=environment | {"RANK": str(rank)},
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
-            problem = _wait(ranks, timeout)
+            _, said = launcher.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            said = f"no end after {timeout:g} s"
         finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        if problem:
-            raise JobError("\n".join((problem, *_complaints(folder, layout.ranks))))
+            # the launcher's session is the ranks' too
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        if launcher.returncode:
+            raise JobError("\n".join((said, *_complaints(folder, layout.ranks))))
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(layout.ranks)]
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
-    """Wait until all ranks ended well, or say what happened instead."""
-    end = time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
-        if failed:
-            # the others may be about to say what they know, and would else wait for the dead
-            time.sleep(0.5)
-            return ", ".join(failed)
-        if None not in codes:
-            return ""
-        if time.monotonic() > end:
-            running = [str(rank) for rank, code in enumerate(codes) if code is None]
-            return f"no end after {timeout:g} s of rank {', '.join(running)}"
-        time.sleep(0.05)
 
 
 def _complaints(folder: Path, ranks: int) -> list[str]:
     """The last lines of each rank's log."""
-    logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    logs = {rank: folder / f"{rank}.log" for rank in range(ranks)}
     return [
-        f"rank {rank}:\n" + "\n".join(log.splitlines()[-40:])
-        for rank, log in enumerate(logs)
-        if log.strip()
+        f"rank {rank}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        for rank, log in logs.items()
+        if log.exists() and log.stat().st_size
     ]
 
 
@@ -206,11 +179,56 @@ def _merged(
 STEPS: dict[str, Callable[[Rank, dict[str, Any]], Any]] = {"forward": do_forward}
 
 
-def _rank(folder: Path) -> None:
-    """Do the job of ``folder`` as one of its ranks."""
-    import torch
+def _launch(folder: Path) -> str:
+    """Fork the ranks and wait for them: so that megatron is imported once, not once a rank.
+
+    Returns:
+        what went wrong, the ranks that still ran having been killed; "" where all ended well.
+    """
+    stand_ins()
+    import megatron.core.models.gpt  # noqa: F401
 
     job = json.loads((folder / "job.json").read_text())
+    layout = Layout(**job["layout"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= dict(
+        WORLD_SIZE=str(layout.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    caller = os.getppid()
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank, args=(folder, job, n)) for n in range(layout.ranks)]
+    try:
+        for rank in ranks:
+            rank.start()
+        while running := [rank.sentinel for rank in ranks if rank.is_alive()]:
+            multiprocessing.connection.wait(running, timeout=1)
+            failed = [n for n, rank in enumerate(ranks) if rank.exitcode]
+            if failed:
+                # the others find out that it is gone, and say so
+                time.sleep(0.5)
+                return f"rank {', '.join(map(str, failed))} failed"
+            if os.getppid() != caller:
+                return "the caller is gone"
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+    return ""
+
+
+def _rank(folder: Path, job: dict[str, Any], number: int) -> None:
+    """Do the job of ``folder`` as one of its ranks."""
+    with (folder / f"{number}.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ["RANK"] = str(number)
+    import torch
+
     layout = Layout(**job["layout"])
     start(layout)
     model = Path(job["model"])
@@ -221,10 +239,10 @@ def _rank(folder: Path) -> None:
         module, _, function = name.partition(":")
         do = getattr(importlib.import_module(module), function) if function else STEPS[name]
         results.append(do(rank, step))
-    (folder / f"{rank.number}.json").write_text(json.dumps(results))
+    (folder / f"{number}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    sys.exit(_launch(Path(sys.argv[1])) or None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,13 +76,14 @@ def stand_ins() -> None:
 
 
 def start(layout: Layout) -> None:
-    """Join the job of this process's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-    stand_ins()
+    """Join the job of this process's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Call `stand_ins` before.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
