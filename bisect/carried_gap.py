@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.side import Side, boundary
-
-Mode = Literal["scan", "search"]
+from layerbisect.bisect.side import Side
+from layerbisect.captures.boundary_search import Mode, probe_boundaries
+from layerbisect.captures.points import boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +51,17 @@ def carried_gap(
 ) -> CarriedGap:
     """Probe boundaries and read out what each carries.
 
-    ``scan`` probes every visible boundary, at a cost of about half a forward of the model a side
-    and boundary. ``search`` probes the ends and then goes on halving the interval with the largest
-    step, until that is a single layer: about log2 of the layers in probes for one culprit. It can
-    miss contributions that cancel inside an interval; a scan cannot. ``progress`` is called with
-    probes done and, as far as known, to do.
+    A probe costs about half a forward of the model a side. ``mode`` and ``progress`` are as
+    :func:`layerbisect.captures.boundary_search.probe_boundaries` has them.
     """
-    layers = model.config.num_layers
-    visible = visible_boundaries(sides, layers)
-    at: dict[int, float] = {}
+    visible = visible_boundaries(sides, model.config.num_layers)
 
-    def probe(layer: int, expected: int) -> None:
-        if layer not in at:
-            first, second = read_out(model, sides, layer)
-            at[layer] = float((first - second).abs().nanmean())
-            if progress is not None:
-                progress(len(at), max(expected, len(at)))
+    def probe(layer: int) -> float:
+        first, second = read_out(model, sides, layer)
+        return float((first - second).abs().nanmean())
 
-    if mode == "scan" or len(visible) <= 3:
-        for layer in visible:
-            probe(layer, len(visible))
-    else:
-        expected = 2 + 2 * len(visible).bit_length()
-        probe(visible[0], expected)
-        probe(visible[-1], expected)
-        _search(at, visible, lambda layer: probe(layer, expected))
+    at = probe_boundaries(visible, mode, probe, progress)
     return CarriedGap(at, mode, 2 * len(at))
-
-
-def _search(at: dict[int, float], visible: list[int], probe: Callable[[int], None]) -> None:
-    while True:
-        probed = sorted(at)
-        gaps = [
-            (at[b] ** 2 - at[a] ** 2, a, b)
-            for a, b in zip(probed, probed[1:], strict=False)
-            if visible.index(b) - visible.index(a) > 1
-        ]
-        whole = max(at[probed[-1]] ** 2, 1e-300)
-        # an interval is worth halving while it makes a fifth of the gap or more
-        open_steps = [(step, a, b) for step, a, b in gaps if step > 0.2 * whole]
-        if not open_steps:
-            return
-        _, a, b = max(open_steps)
-        probe(visible[(visible.index(a) + visible.index(b)) // 2])
 
 
 def read_out(

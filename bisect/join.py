@@ -7,35 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from layerbisect.captures.chains import Chains as Chains
+from layerbisect.captures.chains import first_of_each, lay_out
 from layerbisect.captures.errors import LayerBisectError, TokenMismatchError
-from layerbisect.captures.rows import PrefixKeys, Rows, parent_keys
+from layerbisect.captures.rows import PrefixKeys, parent_keys
 from layerbisect.captures.store import Capture, ScoreTable
 
 _Keys = NDArray[np.void]
-
-
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """Joined rows laid out as whole sequences, end to end, for models that need a row's prefix.
-
-    ``row`` int [flat] is the joined row at each place; ``lengths`` are the sequences' lengths;
-    ``fresh`` bool [flat] is False where an earlier sequence already had the row (a shared prompt);
-    ``target`` int64 [flat] is the token that follows, or -1 at a sequence's end.
-    """
-
-    row: NDArray[np.intp]
-    lengths: tuple[int, ...]
-    fresh: NDArray[np.bool_]
-    position: NDArray[np.int64]
-    token: NDArray[np.int64]
-    target: NDArray[np.int64]
-
-    @property
-    def scored(self) -> NDArray[np.bool_]:
-        """Places whose prediction of the next token counts once (bool [flat])."""
-        follows = np.zeros(len(self.row), bool)
-        follows[:-1] = self.fresh[1:] & (self.target[:-1] >= 0)
-        return follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +48,7 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
         LayerBisectError: no row is common to both.
     """
     sides = (rollout, trainer)
-    unique = [_first_of_each(c.keys) for c in sides]
+    unique = [first_of_each(c.keys) for c in sides]
     keys = [c.keys.key[u] for c, u in zip(sides, unique, strict=True)]
     common, at_rollout, at_trainer = np.intersect1d(
         keys[0], keys[1], assume_unique=True, return_indices=True
@@ -91,7 +69,7 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
         keys=common,
         left_out=len(keys[0]) + len(keys[1]) - 2 * len(common) + keyless,
         keyless=keyless,
-        chains=_chains(rollout.rows.take(rows[0]), common),
+        chains=lay_out(rollout.rows.take(rows[0]), common),
         score_rollout=scores[0],
         score_trainer=scores[1],
     )
@@ -108,12 +86,6 @@ def repeats(keys: PrefixKeys) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     original = known[first[inverse]]
     again = original != known
     return original[again], known[again]
-
-
-def _first_of_each(keys: PrefixKeys) -> NDArray[np.intp]:
-    known = np.flatnonzero(keys.known)
-    _, first = np.unique(keys.key[known], return_index=True)
-    return known[first]
 
 
 def _refuse_different_tokens(rollout: Capture, trainer: Capture, common: _Keys) -> None:
@@ -141,51 +113,10 @@ def _refuse_different_tokens(rollout: Capture, trainer: Capture, common: _Keys) 
     )
 
 
-def _chains(rows: Rows, keys: _Keys) -> Chains:
-    """Follow each row's parent back to the start; ``keys`` are sorted."""
-    parents = parent_keys(keys, rows)
-    slot = np.searchsorted(keys, parents).clip(max=len(keys) - 1)
-    has_parent = (keys[slot] == parents) & (rows.position > 0)
-    parent = np.where(has_parent, slot, -1)
-    is_leaf = np.ones(len(keys), bool)
-    is_leaf[parent[parent >= 0]] = False
-    seen = np.zeros(len(keys), bool)
-    order: list[NDArray[np.intp]] = []
-    fresh: list[NDArray[np.bool_]] = []
-    for leaf in np.flatnonzero(is_leaf):
-        path = _path(int(leaf), parent)
-        if rows.position[path[0]] != 0:
-            continue
-        order.append(path)
-        fresh.append(~seen[path])
-        seen[path] = True
-    row = np.concatenate(order) if order else np.empty(0, np.intp)
-    token = rows.token[row]
-    target = np.full(len(row), -1, np.int64)
-    target[:-1] = token[1:]
-    lengths = tuple(len(path) for path in order)
-    target[np.cumsum(lengths, dtype=np.intp) - 1] = -1
-    return Chains(
-        row=row,
-        lengths=lengths,
-        fresh=np.concatenate(fresh) if fresh else np.empty(0, bool),
-        position=rows.position[row].astype(np.int64),
-        token=token,
-        target=target,
-    )
-
-
-def _path(leaf: int, parent: NDArray[np.intp]) -> NDArray[np.intp]:
-    path = [leaf]
-    while parent[path[-1]] >= 0:
-        path.append(int(parent[path[-1]]))
-    return np.array(path[::-1], np.intp)
-
-
 def _join_scores(
     rollout: ScoreTable, trainer: ScoreTable
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    firsts = [_first_of_each(table.keys) for table in (rollout, trainer)]
+    firsts = [first_of_each(table.keys) for table in (rollout, trainer)]
     _, a, b = np.intersect1d(
         rollout.keys.key[firsts[0]],
         trainer.keys.key[firsts[1]],

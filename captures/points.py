@@ -88,6 +88,11 @@ def all_points(num_layers: int, moe: bool | Sequence[int] = False) -> tuple[str,
     return (*names, "final_norm", "logits", "logprob")
 
 
+def boundary(layer: int, num_layers: int) -> str:
+    """Name the residual stream at a layer boundary, 0 to ``num_layers``."""
+    return f"layers.{layer}.input" if layer < num_layers else f"layers.{layer - 1}.output"
+
+
 def select(
     patterns: str | Iterable[str], num_layers: int, moe: bool | Sequence[int] = False
 ) -> tuple[str, ...]:
