@@ -49,6 +49,7 @@ class ChunkCapture:
         self._chunk, self._place, self._names, self._vocab = chunk, place, names, vocab
         self._call: Call | None = None
         self._held: Vocab | None = None
+        self._live = False
         self.recorder = Recorder(
             writer,
             [name for name in points if chunk.holds(name)],
@@ -59,8 +60,13 @@ class ChunkCapture:
         )
 
     def attach(self, stack: ExitStack, live: bool) -> None:
-        """Register the hooks until ``stack`` closes."""
+        """Register the hooks until ``stack`` closes.
+
+        ``live``: whenever no pass is open the capture is whole, and what a job trains on (in
+        training mode, or with gradients) passes by.
+        """
         model, recorder = self._chunk.model, self.recorder
+        self._live = live
         handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._end, with_kwargs=True),
@@ -85,7 +91,14 @@ class ChunkCapture:
         hidden = adapter.unseen(self._chunk)
         self.writer.points_seen({n: s for n, s in hidden.items() if n in recorder.points})
 
+    def _passes_by(self) -> bool:
+        import torch
+
+        return self._live and (self._chunk.model.training or torch.is_grad_enabled())
+
     def _reopen(self) -> None:
+        if self._passes_by():
+            return
         with self.recorder.guarded("reopening the capture"):
             self.writer.reopen()
 
@@ -104,6 +117,8 @@ class ChunkCapture:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
+        if self._passes_by():
+            return
         with self.recorder.guarded("reading a call"):
             call = read_call(model, args, kwargs, self._place.context)
             if isinstance(call, str):
@@ -136,11 +151,10 @@ class ChunkCapture:
             import torch
 
             logits = output[0] if isinstance(output, tuple) else output
-            self._held = start, stop, _ = self._vocabulary(module, logits.shape[-1])
-            if start == stop:
-                # nothing but padding of the vocabulary is here
-                return
-            if self.recorder.wants("logits"):
+            self._held = start, stop, _ = held_vocabulary(
+                module, logits.shape[-1], self._place.tensor, self._vocab
+            )
+            if self.recorder.wants("logits") and start < stop:
                 self.recorder.record("logits", lambda: logits[..., : stop - start])
             if "logprob" in self.recorder.points:
                 flat = logits.detach().reshape(call.grid, -1)
@@ -151,22 +165,6 @@ class ChunkCapture:
                 )
                 self.recorder.score_shard(scores)
 
-    def _vocabulary(self, output_layer: Any, width: int) -> Vocab:
-        """Which token IDs the logits of this rank are of."""
-        rank, size = self._place.tensor
-        padded = int(output_layer.output_size)
-        total = padded if self._vocab is None else self._vocab
-        if not 0 < total <= padded:
-            raise ValueError(
-                f"the vocabulary has {padded} rows, and {total} were said to be tokens"
-            )
-        if width == padded:
-            rank, size = 0, 1
-        each = padded // size
-        if width != each:
-            raise ValueError(f"the logits are of {width} tokens, where {each} were expected")
-        return min(rank * each, total), min((rank + 1) * each, total), total
-
     def _header(self, point: Point) -> TensorHeader:
         if point.suffix == "logits":
             assert self._held is not None
@@ -174,3 +172,28 @@ class ChunkCapture:
             cut = {"vocab": self._held} if (start, stop) != (0, total) else {}
             return TensorHeader(point.dims, shards=cut)
         return adapter.header(point, self._chunk.config, self._place)
+
+
+def held_vocabulary(
+    output_layer: Any, width: int, tensor: tuple[int, int], vocab: int | None
+) -> Vocab:
+    """Which token IDs the logits of a rank are of, which are ``width`` wide.
+
+    Args:
+        tensor: this rank among the tensor-parallel ranks, and their number.
+        vocab: tokens in the vocabulary; all of its rows, without.
+
+    Raises:
+        ValueError: the logits are of another part, or the vocabulary is smaller than told.
+    """
+    rank, size = tensor
+    padded = int(output_layer.output_size)
+    total = padded if vocab is None else vocab
+    if not 0 < total <= padded:
+        raise ValueError(f"the vocabulary has {padded} rows, and {total} were said to be tokens")
+    if width == padded:
+        rank, size = 0, 1
+    each = padded // size
+    if width != each:
+        raise ValueError(f"the logits are of {width} tokens, where {each} were expected")
+    return min(rank * each, total), min((rank + 1) * each, total), total
