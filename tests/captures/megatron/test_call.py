@@ -208,6 +208,11 @@ def test_packed_params_of_a_batch_are_no_pack() -> None:
         ),
         (
             torch.zeros(1, 4),
+            {"packed_seq_params": Packed(torch.tensor([1, 4]))},
+            r"does not lie in its 4 tokens.*cu_seqlens_q \[1, 4\]",
+        ),
+        (
+            torch.zeros(1, 4),
             {"packed_seq_params": Packed(cumulated([3, 1]), cumulated([2, 2]))},
             r"fit their places \(cu_seqlens_q \[0, 3, 4\], cu_seqlens_q_padded \[0, 2, 4\]\)",
         ),
