@@ -11,8 +11,9 @@ A pass file holds ``rows.sequence``, ``rows.position``, ``rows.token`` and one t
 row each; ``context.*``, rows whose tokens are known though they were not computed in this pass (a
 cached prefix); and ``scores.*``, the log-probs of tokens given their prefixes, which have rows of
 their own because a pass scores the token that comes after its last row. A rank that holds a part of
-the vocabulary writes ``scores.logit`` and ``scores.lse`` instead of ``scores.logprob``, and, of
-rows whose next token another rank holds, ``pending.*`` with their logits.
+the vocabulary writes ``scores.logit``, ``scores.lse`` and ``scores.padding`` instead of
+``scores.logprob``, and, of rows whose next token another rank holds, ``pending.*`` with their
+logits; see captures/vocab_scores.py.
 """
 
 from __future__ import annotations

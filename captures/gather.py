@@ -129,6 +129,7 @@ def _renumber_shard(shard: ShardScores, number: NDArray[np.int32]) -> ShardScore
         rows=rows,
         logit=shard.logit[kept],
         lse=shard.lse[kept],
+        padding=shard.padding[kept],
         pending=pending,
         logits=shard.logits[open_ends],
     )

@@ -130,9 +130,9 @@ class PassFile:
     def _shard(self, file: BinaryIO, vocab: tuple[int, int, int]) -> ShardScores:
         pending = self._table(file, "pending")
         count = len(self.scored)
-        logit, lse = (
+        logit, lse, padding = (
             self._column(file, f"scores.{c}", "f", count) if count else np.empty(0)
-            for c in ("logit", "lse")
+            for c in ("logit", "lse", "padding")
         )
         logits: NDArray[Any] = np.empty((0, vocab[1] - vocab[0]), np.float32)
         if len(pending):
@@ -140,7 +140,7 @@ class PassFile:
             if stored is None or stored.shape != (len(pending), vocab[1] - vocab[0]):
                 raise self._damaged("its pending rows have no logits of their vocabulary")
             logits = self.read("pending.logits")
-        return ShardScores(vocab, self.scored, logit, lse, pending, logits)
+        return ShardScores(vocab, self.scored, logit, lse, padding, pending, logits)
 
     def _column(self, file: BinaryIO, name: str, kind: str, size: int) -> NDArray[Any]:
         stored = self._stored.get(name)

@@ -21,6 +21,9 @@ from layerbisect.captures.rows import Rows
 if TYPE_CHECKING:
     import torch
 
+PADDING_NATS = 1e-3
+"""From this mean difference on, the probability of a padded vocabulary's padding is told."""
+
 _CHUNK_VALUES = 1 << 25
 
 Vocab = tuple[int, int, int]
@@ -33,14 +36,17 @@ class ShardScores:
 
     ``rows`` are tokens that are predicted here; ``lse`` float64 [row] is the log-sum-exp of this
     rank's logits, ``logit`` float64 [row] the token's own, minus infinity where another rank holds
-    it. ``pending`` are rows (not the tokens after them) whose next token is not on this rank, and
-    ``logits`` float32 [pending, local vocab] theirs.
+    it. ``padding`` float64 [row] is the log-sum-exp of logits that are of no token, where the
+    engine pads its vocabulary, and is in none of the others. ``pending`` are rows (not the tokens
+    after them) whose next token is not on this rank, and ``logits`` float32 [pending, local vocab]
+    theirs.
     """
 
     vocab: Vocab
     rows: Rows
     logit: NDArray[np.float64]
     lse: NDArray[np.float64]
+    padding: NDArray[np.float64]
     pending: Rows
     logits: Any
 
@@ -60,6 +66,7 @@ class ShardScores:
             Rows.concatenate([self.rows, target]),
             np.concatenate([self.logit, logit]),
             np.concatenate([self.lse, _log_sum_exp(logits)]),
+            np.concatenate([self.padding, np.full(len(target), -np.inf)]),
             Rows.empty(),
             logits[:0],
         )
@@ -84,25 +91,27 @@ def shard_scores(
     target = np.flatnonzero(after >= 0)
     token = torch.from_numpy(rows.token[after[target]]).to(logits.device)
     step = max(1, _CHUNK_VALUES // max(1, logits.shape[-1]))
-    own, lse = [torch.empty(0)], [torch.empty(0)]
+    columns: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in range(3)]
     for begin in range(0, len(target), step):
         chunk = slice(begin, begin + step)
         index = torch.from_numpy(target[chunk]).to(logits.device)
-        picked = logits.detach().index_select(0, index)[:, : stop - start].float()
+        whole = logits.detach().index_select(0, index).float()
+        picked, padding = whole[:, : stop - start], whole[:, stop - start :]
         mine = (token[chunk] >= start) & (token[chunk] < stop)
-        place = torch.where(mine, token[chunk] - start, 0)
-        chosen = picked.gather(-1, place[:, None]).squeeze(-1)
-        own.append(torch.where(mine, chosen, -torch.inf).cpu())
-        # a plain sum adds in pairs; log_softmax adds one by one on a CPU
-        top = picked.amax(-1)
-        lse.append((top + (picked - top[:, None]).exp_().sum(-1).log_()).cpu())
+        own = torch.full_like(whole[:, 0], -torch.inf)
+        held = torch.nonzero(mine).squeeze(1)
+        own[held] = picked[held, token[chunk][held] - start]
+        for column, values in zip(columns, (own, lse_of(picked), lse_of(padding)), strict=True):
+            column.append(values.cpu())
+    logit, lse, padded = (torch.cat(column).double().numpy() for column in columns)
     ends = np.flatnonzero(open_end & (after < 0))
     index = torch.from_numpy(ends).to(logits.device)
     return ShardScores(
         vocab,
         rows.take(after[target]),
-        torch.cat(own).double().numpy(),
-        torch.cat(lse).double().numpy(),
+        logit,
+        lse,
+        padded,
         rows.take(ends),
         logits.detach().index_select(0, index)[:, : stop - start].float().cpu(),
     )
@@ -113,8 +122,9 @@ def combine(
 ) -> tuple[Rows, NDArray[np.float64], str | None]:
     """Put the ranks' parts of one pass together.
 
-    Returns the scored tokens, their log-probs, and a sentence where something is missing: nothing
-    is scored by a part of the vocabulary.
+    Returns the scored tokens, their log-probs, and a sentence where something is missing (nothing
+    is scored by a part of the vocabulary) or where the padding of the vocabulary has a part of the
+    probability.
     """
     if not parts:
         return Rows.empty(), np.empty(0), None
@@ -139,15 +149,23 @@ def combine(
         common = np.intersect1d(common, keys)
     most = max(len(keys) for keys, _ in tables)
     logit = np.full(len(common), -np.inf)
-    lse = np.full(len(common), -np.inf)
+    lse, padding = np.full(len(common), -np.inf), np.full(len(common), -np.inf)
     for keys, table in tables:
         at = np.searchsorted(keys, common)
         logit = np.maximum(logit, table.logit[at])
         lse = np.logaddexp(lse, table.lse[at])
+        padding = np.logaddexp(padding, table.padding[at])
     rows = tables[0][1].rows.take(np.searchsorted(tables[0][0], common))
     problem = None
     if most > len(common):
         problem = f"{most - len(common)} tokens were not scored by every rank of the vocabulary"
+    leak = float((np.logaddexp(lse, padding) - lse).mean()) if len(lse) else 0.0
+    if leak > PADDING_NATS:
+        problem = (
+            "the rows that pad the vocabulary have a part of the probability: a loss over all of "
+            f"its logits scores tokens {leak:.2g} nat lower than this capture, which leaves them "
+            "out"
+        )
     return rows, logit - lse, problem
 
 
@@ -167,14 +185,26 @@ def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScore
     keys, first = np.unique(_keys(rows.sequence, rows.position), return_index=True)
     logit = np.concatenate([part.logit for part in parts])[first]
     lse = np.concatenate([part.lse for part in parts])[first]
+    padding = np.concatenate([part.padding for part in parts])[first]
     last = parts[-1]
     return keys, ShardScores(
-        last.vocab, rows.take(first), logit, lse, last.pending.take(first[:0]), last.logits[:0]
+        last.vocab, rows.take(first), logit, lse, padding, Rows.empty(), last.logits[:0]
     )
 
 
 def _keys(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
     return (sequence.astype(np.int64) << 32) + position
+
+
+def lse_of(logits: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp [row] of float32 [row, token]; minus infinity of no tokens."""
+    import torch
+
+    if not logits.shape[-1]:
+        return torch.full(logits.shape[:1], -torch.inf, device=logits.device)
+    # a plain sum adds in pairs; log_softmax adds one by one on a CPU
+    top = logits.amax(-1)
+    return top + (logits - top[:, None]).exp().sum(-1).log()
 
 
 def _log_sum_exp(logits: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -269,7 +269,7 @@ def _columns(scores: Scores | ShardScores | None) -> dict[str, NDArray[np.floati
     if scores is None or not len(scores.rows):
         return {}
     if isinstance(scores, ShardScores):
-        return {"scores.logit": scores.logit, "scores.lse": scores.lse}
+        return {f"scores.{c}": getattr(scores, c) for c in ("logit", "lse", "padding")}
     return {"scores.logprob": scores.logprob}
 
 

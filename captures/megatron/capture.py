@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ class MegatronCapture:
     def __init__(
         self,
         model: Model,
-        directory: str | Path,
+        directory: str | PathLike[str],
         *,
         points: str | Sequence[str] = "coarse",
         label: str = "trainer",

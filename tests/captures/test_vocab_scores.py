@@ -44,7 +44,7 @@ def part(
         if same and mine[following]:
             after[place] = int(np.searchsorted(index, following))
     shard = torch.cat(
-        [logits[index, vocab[0] : vocab[1]], torch.full((len(index), padding), 50.0)], dim=1
+        [logits[index, vocab[0] : vocab[1]], torch.full((len(index), padding), -50.0)], dim=1
     )
     return shard_scores(shard, vocab, held, after, np.ones(len(index), bool))
 
@@ -75,6 +75,24 @@ def test_parts_of_the_vocabulary_and_of_the_sequence_give_the_log_probs_of_the_w
     )
     expected = logprobs_of(logits, rows.token[wanted], wanted - 1)
     np.testing.assert_allclose(logprob, expected, atol=2e-5)
+
+
+def test_padding_of_the_vocabulary_that_has_probability_is_left_out_and_told() -> None:
+    rows, logits = layout([6], 0, 10)
+    everything = np.ones(6, bool)
+    padded = torch.cat([logits, torch.full((6, 3), float(logits.max()))], dim=1)
+    after = np.array([1, 2, 3, 4, 5, -1])
+    parts = [
+        shard_scores(padded[:, :10], (0, 10, 10), rows, after, ~everything),
+        # nothing but padding
+        shard_scores(padded[:, 10:], (10, 10, 10), rows, after, ~everything),
+    ]
+    _, logprob, problem = combine(parts)
+    np.testing.assert_allclose(
+        logprob, logprobs_of(logits, rows.token[1:], np.arange(5)), atol=2e-5
+    )
+    lost = (padded.logsumexp(1) - logits.logsumexp(1))[:5].mean()
+    assert problem is not None and f"{float(lost):.2g} nat lower" in problem
 
 
 def test_a_missing_part_of_the_vocabulary_scores_nothing_and_is_named() -> None:
