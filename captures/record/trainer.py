@@ -97,7 +97,7 @@ def score(
     if not missing:
         raise RecordError(
             f"the record has {', '.join(wanted) or 'no column to add'} already, and scores are "
-            f"never overwritten; ask for more repeats, or {_afresh(record)}"
+            f"never overwritten; ask for more repeats, or {afresh(record)}"
         )
     settings: dict[str, str] = {}
     scorer: Scorer
@@ -172,15 +172,16 @@ def _check_same_weights(
             # the digest is of the bytes, which another dtype changes with the same checkpoint
             raise RecordError(
                 f"{column} was scored in {before} and the trainer computes in {dtype} now; load it "
-                f"in {before} (--dtype {before}) to add repeats, or {_afresh(record)}"
+                f"in {before} (--dtype {before}) to add repeats, or {afresh(record)}"
             )
         raise RecordError(
             f"{column} was scored by weights of digest {known.digest:.8} and the trainer has "
-            f"{digest:.8} now; load the former to add repeats, or {_afresh(record)}"
+            f"{digest:.8} now; load the former to add repeats, or {afresh(record)}"
         )
 
 
-def _afresh(record: ScoreRecord) -> str:
+def afresh(record: ScoreRecord) -> str:
+    """Say how to score a record whose C cannot be added to."""
     there = [column for column in record.columns if column.startswith("C")]
     opened = "record" if record.path is None else f"ScoreRecord.open({str(record.path)!r})"
     listed = ", ".join(map(repr, there))

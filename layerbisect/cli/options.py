@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from layerbisect.cli.boundary import echo_json
 
@@ -70,6 +71,15 @@ def scores_verbose_option(command: _Command) -> _Command:
         "-v", "--verbose", is_flag=True, help="Show positions, worst tokens, all evidence."
     )
     return option(command)
+
+
+def refuse_options(names: Sequence[str], why: str) -> None:
+    """Raise a usage error if one of these parameters was given, where it would go unused."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) == ParameterSource.COMMANDLINE
+        if given and parameter.name in names:
+            raise click.UsageError(f"{parameter.opts[0]} is {why}; leave it out")
 
 
 def echo_scores(verdict: Verdict, *, verbose: bool, as_json: bool) -> int:

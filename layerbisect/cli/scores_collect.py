@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from layerbisect.captures.errors import LayerBisectError, WorkerError
 from layerbisect.cli.boundary import echo_json
-from layerbisect.cli.options import Positive, Whole, console, json_option, timeout_option
+from layerbisect.cli.options import (
+    Positive,
+    Whole,
+    console,
+    json_option,
+    refuse_options,
+    timeout_option,
+)
 from layerbisect.wording import count
 
 if TYPE_CHECKING:
@@ -100,7 +106,7 @@ def collect(
     if (prompts is None) == (saved is None):
         raise LayerBisectError("give either --prompts to generate from, or --saved with an A")
     if saved is not None:
-        _refuse_unused()
+        refuse_options(_OF_GENERATION, "of generation, and --saved generates nothing")
     from layerbisect.captures.record.replay import replay
     from layerbisect.captures.record.rollout import collect as generate
     from layerbisect.captures.sglang.worker import Worker
@@ -161,17 +167,6 @@ def _open_saved(path: Path) -> ScoreRecord:
         binary = False
     record = binary or path.suffix == ".safetensors"
     return ScoreRecord.open(path) if record else read_rollout(path)
-
-
-def _refuse_unused() -> None:
-    """Raise where an option of generation is given beside a rollout that is generated."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name)) == ParameterSource.COMMANDLINE
-        if given and parameter.name in _OF_GENERATION:
-            raise click.UsageError(
-                f"{parameter.opts[0]} is of generation, and --saved generates nothing; leave it out"
-            )
 
 
 @contextmanager

@@ -1,20 +1,38 @@
-"""`layerbisect scores trainer`: C from a transformers model."""
+"""`layerbisect scores trainer`: C from a transformers model, or from a trainer's capture."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from layerbisect.cli.options import Whole, console, json_option
+from layerbisect.captures.errors import LayerBisectError
+from layerbisect.cli.options import (
+    Whole,
+    console,
+    json_option,
+    refuse_options,
+    warnings_as_talk,
+)
 from layerbisect.cli.scores_collect import echo_record
 
+if TYPE_CHECKING:
+    from layerbisect.captures.record.file import ScoreRecord
+
 _FILE = click.Path(path_type=Path)
+_OF_A_MODEL = ("repeats", "dtype", "attention", "device", "batch_size")
 
 
-@click.command(short_help="Score a record's responses with a transformers model: C.")
+@click.command(short_help="Score a record's responses with the trainer: C.")
 @click.argument("record", type=_FILE)
-@click.option("--model", type=_FILE, required=True, metavar="DIR", help="Checkpoint directory.")
+@click.option("--model", type=_FILE, metavar="DIR", help="Checkpoint of a transformers model.")
+@click.option(
+    "--capture",
+    type=_FILE,
+    metavar="DIR",
+    help="Capture of a trainer, such as a Megatron-core job, that scored the record's tokens.",
+)
 @click.option("--repeats", type=Whole(1), default=2, show_default=True)
 @click.option(
     "--dtype",
@@ -30,7 +48,8 @@ _FILE = click.Path(path_type=Path)
 @json_option
 def trainer(
     record: Path,
-    model: Path,
+    model: Path | None,
+    capture: Path | None,
     repeats: int,
     dtype: str | None,
     attention: str,
@@ -39,21 +58,38 @@ def trainer(
     weight_version: str | None,
     as_json: bool,
 ) -> int:
-    """Add C0, C1, ... and C.grad, the gradient-enabled forward, to the file RECORD.
+    """Add C0, C1, ... to the file RECORD, and with --model C.grad, the gradient-enabled forward.
 
-    For another trainer, call `layerbisect.captures.record.trainer.score` in its own process with a
-    function that scores.
+    From --capture there are as many columns as it has scores of every response token: two where
+    the trainer scored the batch twice.
+
+    For a trainer that is neither, call `layerbisect.captures.record.trainer.score` in its own
+    process with a function that scores.
 
     \b
     Example:
       layerbisect scores trainer run.safetensors --model policy
+      layerbisect scores trainer run.safetensors --capture captures/trainer
     """
+    if (model is None) == (capture is None):
+        raise LayerBisectError(
+            "give either --model, a transformers checkpoint, or --capture, what a trainer's job "
+            "wrote"
+        )
     from layerbisect.captures.record.file import ScoreRecord
+
+    opened = ScoreRecord.open(record)
+    if capture is not None:
+        refuse_options(
+            _OF_A_MODEL, "of the forward that --model runs, and --capture holds one that ran"
+        )
+        scored = _from_capture(opened, capture, record, weight_version)
+        return echo_record(scored.columns, len(scored), record, as_json)
+    assert model is not None
     from layerbisect.captures.record.trainer import score
     from layerbisect.loading import load_model
     from layerbisect.progress import shown
 
-    opened = ScoreRecord.open(record)
     with shown(console(stderr=True)) as progress:
         progress.start("loading the model", 1)
         # C.grad is the forward as training runs it
@@ -69,3 +105,12 @@ def trainer(
             progress=progress.advance,
         )
     return echo_record(scored.columns, len(scored), record, as_json)
+
+
+def _from_capture(
+    record: ScoreRecord, capture: Path, path: Path, weight_version: str | None
+) -> ScoreRecord:
+    from layerbisect.captures.record.captured import score_from_capture
+
+    with warnings_as_talk():
+        return score_from_capture(record, capture, path, weight_version=weight_version)
