@@ -62,6 +62,11 @@ class Case:
                 "and cannot be joined"
             )
         for side in self.sides:
+            if side.forced:
+                notes.append(
+                    f"{side.label} was given its routes: its choice of experts is not judged, and "
+                    "rounding is predicted with routes that may flip, so by more than is due"
+                )
             notes += [f"{side.label}: {text}" for text in side.capture.problems]
             findings = side.capture.replica_findings
             notes += [f"{side.label}: {point}: {text}" for point, text in findings.items()]

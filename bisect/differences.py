@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from layerbisect.bisect.join import Joined
 from layerbisect.bisect.metrics import point_difference
 from layerbisect.bisect.progress import Progress
+from layerbisect.bisect.routing_flips import by_expert
+from layerbisect.bisect.selection import expert_sets
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import PointDifference
 from layerbisect.captures.errors import LayerBisectError
@@ -14,22 +20,20 @@ from layerbisect.captures.points import all_points, parse
 
 
 def point_differences(
-    sides: tuple[Side, Side], joined: Joined, progress: Progress
+    sides: tuple[Side, Side], joined: Joined, experts: int, progress: Progress
 ) -> tuple[PointDifference, ...]:
     """Compare both sides' values of each common point over the joined rows that both have.
 
-    Expert IDs are left out, for their difference has no size; expert weights are compared by size,
-    for each engine has an order of slots of its own. A point whose rows have another shape on the
-    other side is wholly different. Raises LayerBisectError where that is the hidden size.
+    Experts' numbers are compared as sets of the model's ``experts``, and their weights expert by
+    expert, for each engine has an order of slots of its own. A point whose rows have another shape
+    on the other side is wholly different. Raises LayerBisectError where that is the hidden size.
     """
     first, second = sides
     info = first.capture.info
     common = [
         name
         for name in all_points(info.num_layers, info.moe_layers)
-        if name in first.capture.points
-        and name in second.capture.points
-        and not name.endswith("expert_ids")
+        if name in first.capture.points and name in second.capture.points
     ]
     rows = first.capture.rows.take(joined.rollout)
     found = []
@@ -37,17 +41,31 @@ def point_differences(
     for done, name in enumerate(common, 1):
         both = first.holds(name, joined.rollout) & second.holds(name, joined.trainer)
         if both.any():
-            ours = first.values(name, joined.rollout[both])
-            theirs = second.values(name, joined.trainer[both])
+            ours = _values(first, name, joined.rollout[both], experts)
+            theirs = _values(second, name, joined.trainer[both], experts)
             if ours.shape != theirs.shape:
                 found.append(_other_shape(name, ours.shape, theirs.shape, sides))
                 continue
-            if name.endswith("expert_weights"):
-                ours, theirs = np.sort(ours, axis=1), np.sort(theirs, axis=1)
             position, token = rows.position[both].astype(np.int64), rows.token[both]
             found.append(point_difference(name, ours, theirs, position, token))
         progress.advance(done)
     return tuple(found)
+
+
+def _values(side: Side, name: str, rows: NDArray[np.intp], experts: int) -> NDArray[Any]:
+    """Read a point ([row, ...]); what is by slot is laid out by expert, [row, expert]."""
+    values = side.values(name, rows)
+    if name.endswith("expert_ids"):
+        return expert_sets(torch.from_numpy(values).long(), experts).float().numpy()
+    if not name.endswith("expert_weights"):
+        return values
+    numbers = name.replace("expert_weights", "expert_ids")
+    if side.holds(numbers, rows).all():
+        ids = torch.from_numpy(side.values(numbers, rows)).long()
+        if ids.shape == values.shape:
+            return by_expert(ids, torch.from_numpy(values), experts).numpy()
+    # of which expert each of them is, is not known
+    return np.sort(values, axis=1)
 
 
 def _other_shape(

@@ -21,6 +21,9 @@ from layerbisect.bisect.metrics import score_gap
 from layerbisect.bisect.own_error import own_errors
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import order_freedom
+from layerbisect.bisect.routing import compare_routes
+from layerbisect.bisect.routing_report import Routing
+from layerbisect.bisect.routing_words import with_routes
 from layerbisect.bisect.side_culprits import EMBEDDED, Shares
 from layerbisect.bisect.verdict import Gap, LayerEvidence, Probe, RoundingBudget, RuledOut
 from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
@@ -49,6 +52,7 @@ class Evidence:
     budget: RoundingBudget
     freedom: float
     repeat: float | None
+    routing: Routing | None
     layers: tuple[LayerEvidence, ...]
     probe: Probe | None
     ruled_out: tuple[RuledOut, ...]
@@ -67,6 +71,9 @@ def gather(case: Case, probe: Literal["auto", "scan", "search"]) -> Evidence:
     weights = compare_weights(case.model, case.sides)
     shares = _shares(carried, gap, case.layers)
     findings = convict(errors, case.sides, shares, weights)
+    routing = compare_routes(case, _convicted(errors, findings))
+    told = tuple(with_routes(culprit, routing) for culprit in findings.culprits)
+    findings = replace(findings, culprits=told)
     case.progress.start("rounding budget", 1)
     budget = rounding_budget(case.model, case.sides, case.progress.advance)
     repeat, steady = _repeats(case, notes)
@@ -81,6 +88,7 @@ def gather(case: Case, probe: Literal["auto", "scan", "search"]) -> Evidence:
         # where one side is narrower, its rounding is nearly all
         freedom=min(order_freedom(side.dtype) for side in case.sides),
         repeat=repeat,
+        routing=routing,
         layers=_layers(case, carried, errors),
         probe=Probe(carried.mode, carried.forwards) if carried.at else None,
         ruled_out=(*findings.ruled_out, *_same_weights(weights, notes), *steady),
@@ -127,6 +135,12 @@ def _own_errors(case: Case) -> dict[str, list[OwnError]]:
             case.progress.advance(done)
         errors[side.label] = found + end_errors(case.model, side)
     return errors
+
+
+def _convicted(errors: Mapping[str, Sequence[OwnError]], findings: Findings) -> set[str]:
+    """Points at which a side is convicted of what the other is not."""
+    found = {e.point for side in errors.values() for e in side if e.convicted}
+    return found - {e.point for e in findings.alike}
 
 
 def _shares(carried: CarriedGap, gap: Gap, layers: int) -> dict[int | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,8 @@ from layerbisect.bisect.join import join
 from layerbisect.bisect.next_step import next_step
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.routing_report import GapSplit, Routing
+from layerbisect.bisect.routing_split import split_gap
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Coverage, CoveredRows, PointDifference, Points, Verdict
 from layerbisect.bisect.weigh import Judgement, weigh
@@ -36,6 +39,7 @@ def bisect(
     trainer: str | PathLike[str] | Capture,
     *,
     model: str | PathLike[str],
+    forced: Sequence[str | PathLike[str] | Capture] = (),
     probe: Literal["auto", "scan", "search"] = "auto",
     progress: Progress | None = None,
 ) -> Verdict:
@@ -46,21 +50,31 @@ def bisect(
         trainer: the other side's.
         model: the checkpoint directory (config.json and safetensors) whose weights both ran; the
             reference is computed from it.
+        forced: further captures of the trainer on these tokens, with the rollout's routes forced on
+            it, with and without their weights; they say how much of the gap routing makes.
         probe: ``scan`` reads the carried gap out at every layer boundary, ``search`` at about log2
             of them; ``auto`` scans where that is cheap. The verdict says which was done.
         progress: takes news of what is done and what is left.
 
     Raises:
         LayerBisectError: what cannot be compared at all (different tokens, no rows in common,
-            damaged files, another model's directory), in one sentence.
+            damaged files, another model's directory, a forced capture of something else), in one
+            sentence.
     """
     case = _open(rollout, trainer, model, progress or NoProgress())
-    differences = point_differences(case.sides, case.joined, case.progress)
+    split = None
+    if forced:
+        others = [one if isinstance(one, Capture) else Capture.open(one) for one in forced]
+        first, second = (side.capture for side in case.sides)
+        split = split_gap(first, second, others)
+    differences = point_differences(
+        case.sides, case.joined, case.model.config.experts, case.progress
+    )
     reasons = _gates(case, differences)
     evidence = None if reasons else gather(case, probe)
     judgement = Judgement("inconclusive", tuple(reasons)) if evidence is None else weigh(evidence)
     case.progress.done()
-    return _verdict(case, differences, evidence, judgement)
+    return _verdict(case, differences, evidence, judgement, split)
 
 
 def _open(
@@ -118,6 +132,7 @@ def _verdict(
     differences: tuple[PointDifference, ...],
     evidence: Evidence | None,
     judgement: Judgement,
+    split: GapSplit | None,
 ) -> Verdict:
     notes = case.notes() + (list(evidence.notes) if evidence else [])
     return Verdict(
@@ -137,4 +152,10 @@ def _verdict(
         differences=differences,
         probe=evidence.probe if evidence else None,
         labels=(case.sides[0].label, case.sides[1].label),
+        routing=_routing(evidence, split),
     )
+
+
+def _routing(evidence: Evidence | None, split: GapSplit | None) -> Routing | None:
+    found = evidence.routing if evidence else None
+    return found if split is None else replace(found or Routing((), {}), split=split)

@@ -15,6 +15,7 @@ from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import unique_rows
 from layerbisect.bisect.side import Side, boundary
+from layerbisect.captures.format import RoutesFrom
 from layerbisect.kernels.rounding import rounded
 
 Compute = Callable[["LayerPoints", Precision], torch.Tensor]
@@ -89,6 +90,14 @@ STEPS: dict[str, Step] = {
         lambda p, c: p.model.residual_add(p.get("mid", c), p.get("mlp.out", c), precision=c),
     ),
 }
+
+
+FORCED: dict[RoutesFrom, tuple[str, ...]] = {
+    "own": (),
+    "forced": ("mlp.expert_ids",),
+    "forced with weights": ("mlp.expert_ids", "mlp.expert_weights"),
+}
+"""What another capture gave, and no router of this side made."""
 
 
 class LayerPoints:
@@ -181,12 +190,19 @@ class LayerPoints:
         """List the points of this layer that can be judged, in the order of computation."""
         if self.captured("input") is None:
             return []
-        routing = ("mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights")
-        return [
-            suffix
-            for suffix in STEPS
-            if (self.sparse or suffix not in routing) and self.captured(suffix) is not None
-        ]
+        left_out = self._not_judged()
+        return [s for s in STEPS if s not in left_out and self.captured(s) is not None]
+
+    def _not_judged(self) -> set[str]:
+        """Name the points that this layer's own operators did not make."""
+        if not self.sparse:
+            return {"mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights"}
+        forced = FORCED[self.side.capture.info.routes]
+        left_out = set(forced)
+        if any(self.captured(suffix) is None for suffix in forced):
+            # experts computed with what is not known
+            left_out.add("mlp.out" if self.captured("mlp.out") is not None else "output")
+        return left_out
 
     def distinct(self, suffix: str) -> torch.Tensor:
         """Places (int64 [n]) with one of each set of rows that are equal at a point."""

@@ -43,6 +43,11 @@ class Side:
         return self.capture.info.dtype
 
     @property
+    def forced(self) -> bool:
+        """Whether another capture's routes were forced on this side: it chose no experts."""
+        return self.capture.info.routes != "own"
+
+    @property
     def low(self) -> Precision:
         """The low-precision reference of this side: every operator rounds as the engine does."""
         return Precision.all_in(getattr(torch, self.dtype))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from layerbisect.bisect.routing_report import Routing
     from layerbisect.bisect.scores.report import ScoreReport
 
 SCHEMA = 1
@@ -160,7 +161,8 @@ class Verdict:
     """The whole answer.
 
     ``reasons`` says, in sentences, why the status is what it is. ``scores`` holds the figures where
-    A, B and C were judged. ``bool(verdict)`` is True when the sides agree.
+    A, B and C were judged, and ``routing`` how both sides route, where they show it.
+    ``bool(verdict)`` is True when the sides agree.
     """
 
     status: Status
@@ -176,6 +178,7 @@ class Verdict:
     probe: Probe | None = None
     labels: tuple[str, str] = ("rollout", "trainer")
     scores: ScoreReport | None = None
+    routing: Routing | None = None
     schema: int = field(default=SCHEMA)
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from layerbisect.captures.errors import LayerBisectError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from os import PathLike
 
     from layerbisect.bisect.locate import bisect
@@ -66,13 +67,14 @@ class _CallableFolder(ModuleType):
         trainer: str | PathLike[str] | Capture,
         *,
         model: str | PathLike[str],
+        forced: Sequence[str | PathLike[str] | Capture] = (),
         probe: Literal["auto", "scan", "search"] = "auto",
         progress: Progress | None = None,
     ) -> Verdict:
         """Compare two captures of the same tokens; see `layerbisect.bisect.locate.bisect`."""
         from layerbisect.bisect.locate import bisect
 
-        return bisect(rollout, trainer, model=model, probe=probe, progress=progress)
+        return bisect(rollout, trainer, model=model, forced=forced, probe=probe, progress=progress)
 
 
 # every import of anything below passes here first, so that no order of imports undoes it

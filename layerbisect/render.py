@@ -14,6 +14,7 @@ from rich.text import Text
 
 from layerbisect.bisect.verdict import Culprit, RoundingBudget, Verdict
 from layerbisect.render_layers import differences_table, layers_table
+from layerbisect.render_routing import render_routing
 from layerbisect.render_text import STYLES, line, next_line, title
 from layerbisect.wording import bar, count, listed, nat, percent, times
 
@@ -54,8 +55,9 @@ def _conviction(culprit: Culprit) -> str:
     operator = f" ({culprit.operator})" if culprit.operator else ""
     said = f"{culprit.point}{operator} {side_words(culprit.side)}"
     proof = f"own error {_own(culprit)}"
-    # what a fit or a few rows convict is within rounding over most rows
-    if culprit.evidence and not culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0):
+    # what a fit or a few rows convict is within rounding over most rows, and a choice is no size
+    by_size = culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0)
+    if culprit.evidence and (not by_size or culprit.point.endswith("expert_ids")):
         proof = culprit.evidence[0].removeprefix(f"{culprit.point}: ")
     if culprit.share_of_gap is not None and culprit.share_of_gap > 0:
         return f"{said} makes {percent(culprit.share_of_gap)} of the gap; {proof}"
@@ -101,6 +103,8 @@ class _Page:
         if verdict.layers:
             self._title("layers")
             self.console.print(layers_table(verdict, self.mark, self.verbose))
+        if verdict.routing is not None:
+            render_routing(verdict.routing, verdict.labels, self.console, verbose=self.verbose)
         if verdict.rounding_budget is not None:
             self._budget(verdict.rounding_budget)
         if verdict.ruled_out:

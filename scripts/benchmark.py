@@ -116,7 +116,9 @@ class Bench:
     def _compare(self, first: Path, second: Path) -> None:
         opened = (Capture.open(first), Capture.open(second))
         joined = join(*opened)
-        point_differences(_sides(opened, joined.chains, joined), joined, NoProgress())
+        sides = _sides(opened, joined.chains, joined)
+        experts = getattr(self.model.config, "num_experts", 0)
+        point_differences(sides, joined, experts, NoProgress())
 
 
 def _sides(opened: tuple[Capture, Capture], chains: Any, joined: Any) -> tuple[Side, Side]:

@@ -25,6 +25,14 @@ _FOLDER = click.Path(path_type=Path)
     help="Checkpoint that both engines ran: the reference is computed from it.",
 )
 @click.option(
+    "--forced",
+    type=_FOLDER,
+    multiple=True,
+    metavar="DIR",
+    help="Capture of the trainer with ROLLOUT's routes forced on it, with or without their "
+    "weights; says how much of the gap routing makes. May be given twice.",
+)
+@click.option(
     "--probe",
     type=click.Choice(["auto", "scan", "search"]),
     default="auto",
@@ -54,6 +62,7 @@ def bisect(
     rollout: Path,
     trainer: Path,
     model: Path,
+    forced: tuple[Path, ...],
     probe: str,
     rollout_requests: str,
     trainer_requests: str,
@@ -71,6 +80,8 @@ def bisect(
       layerbisect bisect captures/rollout captures/trainer --model policy
       layerbisect bisect captures/server captures/server --model policy \\
           --rollout-requests 'decode-*' --trainer-requests 'replay-*' --labels decode,prefill
+      layerbisect bisect captures/rollout captures/trainer --model policy \\
+          --forced captures/forced --forced captures/forced-weights
     """
     names: list[str | None] = [None, None]
     if labels is not None:
@@ -96,7 +107,7 @@ def bisect(
 
     mode = cast(Literal["auto", "scan", "search"], probe)
     with shown(console(stderr=True)) as progress:
-        verdict = locate(*sides, model=model, probe=mode, progress=progress)
+        verdict = locate(*sides, model=model, forced=forced, probe=mode, progress=progress)
     if as_json:
         echo_json(verdict.to_json())
     else:

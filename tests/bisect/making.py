@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from layerbisect.captures.format import CaptureInfo, SequenceInfo, TensorHeader
+from layerbisect.captures.format import CaptureInfo, How, SequenceInfo, TensorHeader
 from layerbisect.captures.points import parse
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.rows import Rows
@@ -100,10 +100,12 @@ def rewrite(
     info: Mapping[str, Any] | None = None,
     tokens: Callable[[NDArray[np.int64]], NDArray[np.int64]] = lambda tokens: tokens,
     context: bool = False,
+    how: Callable[[str], How] = lambda name: "observed",
 ) -> Path:
     """Copy a capture as one pass, with some of its points or rows, and values changed.
 
-    ``change`` gets each point's name and values; ``logprobs`` the log-probs, or is None for none.
+    ``change`` gets each point's name and values; ``logprobs`` the log-probs, or is None for none;
+    ``how`` says of a point how it was seen.
     With ``context`` the tokens of rows that are left out stay known, as those of a cached prefix.
     """
     old = Capture.open(source)
@@ -129,7 +131,7 @@ def rewrite(
         old.sequences,
         _with(old.rows.take(index), tokens),
         tensors,
-        {name: TensorHeader(parse(name).dims) for name in kept},
+        {name: TensorHeader(parse(name).dims, how=how(name)) for name in kept},
         scores=scores,
         context=old.rows if context else None,
     )

@@ -1,0 +1,186 @@
+"""What a verdict says about routing: a sentence, a line a layer, and the gap split by routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from layerbisect.bisect.routing_report import (
+    CAUSES,
+    Cause,
+    GapSplit,
+    LayerRouting,
+    RouteGap,
+    Routing,
+)
+from layerbisect.render_layers import RUN, SHORT
+from layerbisect.render_text import line, title
+from layerbisect.wording import count, nat, percent
+
+LOUD = 3
+"""So many layers in which most tokens flip first are shown."""
+EXAMPLES = 5
+"""So many flips are told one by one."""
+_PLURAL = {"near tie": "near ties", "consequence": "consequences"}
+_HEADERS = {"near tie": "near\ntie", "consequence": "conse-\nquence"}
+
+
+def routing_sentence(routing: Routing) -> str:
+    """Say in one sentence how many routes differ, and whether that is explained."""
+    rows, flips, causes = routing.rows, routing.flips, routing.causes
+    if routing.forced:
+        sides = " and ".join(routing.forced)
+        return (
+            f"routing: {_share(flips, rows)} of routes differ; those of {sides} were forced on it"
+        )
+    if not flips:
+        return f"routing: all {count(rows, 'route')} agree"
+    told = ", ".join(
+        f"{number:,} {cause if number == 1 else _PLURAL.get(cause, cause)}"
+        for cause in CAUSES
+        if (number := causes[cause])
+    )
+    unknown = flips - sum(causes.values())
+    if unknown:
+        told += f"{', ' if told else ''}{unknown:,} not judged"
+    explained = "not all explained" if unknown or causes["unexplained"] else "all explained"
+    return f"routing: {_share(flips, rows)} of routes differ, {explained}: {told}"
+
+
+def render_routing(
+    routing: Routing, labels: tuple[str, str], console: Console, *, verbose: bool
+) -> None:
+    """Print the sentence, the layers, what re-routed tokens differ by, and the split.
+
+    Some flips that are unexplained are told one by one, and where ``verbose`` those inherited, too.
+    """
+    if routing.layers:
+        title(console, routing_sentence(routing))
+    if routing.flips:
+        console.print(Padding(_table(routing, verbose), (0, 0, 0, 2)))
+        causes: tuple[Cause, ...] = ("unexplained", "inherited") if verbose else ("unexplained",)
+        for sentence in islice(_examples(routing, causes), EXAMPLES):
+            line(console, sentence, 2, hang=2)
+        line(console, _gaps(routing), 2, hang=2)
+    if routing.split is not None:
+        title(console, "gap split by routes")
+        line(console, _split(routing.split, labels[0]), 2, hang=2)
+
+
+def _share(flips: int, rows: int) -> str:
+    value = 100 * flips / rows if rows else 0.0
+    return f"{value:.1f} %" if value >= 0.05 or not flips else "<0.1 %"
+
+
+def _table(routing: Routing, verbose: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
+    table.add_column("layer", justify="right", no_wrap=True)
+    names = ("flips", "overlap", "first", *(_HEADERS.get(c, c) for c in CAUSES))
+    for name in (*names, "weights\ndiffer", "order\ndiffers"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in _runs(routing.layers, verbose):
+        number = str(run[0].layer) if len(run) == 1 else f"{run[0].layer}-{run[-1].layer}"
+        flips, rows = sum(one.flips for one in run), sum(one.rows for one in run)
+        table.add_row(
+            number,
+            _share(flips, rows),
+            f"{sum(one.overlap * one.rows for one in run) / max(rows, 1):.3f}",
+            f"{sum(one.first for one in run):,}",
+            *_causes(run),
+            _mean([one.weights_mean for one in run]),
+            percent(_average([one.order for one in run])),
+        )
+    return table
+
+
+def _causes(run: Sequence[LayerRouting]) -> Iterator[str]:
+    told = [one.explained.causes for one in run if one.explained is not None]
+    judged = bool(told) or not any(one.flips for one in run)
+    for cause in CAUSES:
+        yield f"{sum(causes[cause] for causes in told):,}" if judged else "-"
+
+
+def _runs(layers: Sequence[LayerRouting], verbose: bool) -> Iterator[Sequence[LayerRouting]]:
+    """Split into single layers and, in a deep model, runs of those that say least."""
+    if verbose or len(layers) <= SHORT:
+        yield from ([one] for one in layers)
+        return
+    loud = sorted(layers, key=lambda one: -one.first)[:LOUD]
+    quiet: list[LayerRouting] = []
+    for one in layers:
+        unexplained = one.explained is not None and one.explained.causes["unexplained"]
+        if not unexplained and one not in loud:
+            quiet.append(one)
+            continue
+        yield from [quiet] if len(quiet) >= RUN else ([other] for other in quiet)
+        quiet = []
+        yield [one]
+    if quiet:
+        yield from [quiet] if len(quiet) >= RUN else ([other] for other in quiet)
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    value = _average(values)
+    return "-" if value is None else f"{value:.2g}"
+
+
+def _examples(routing: Routing, causes: Sequence[Cause]) -> Iterator[str]:
+    told = [(one.layer, one.explained) for one in routing.layers if one.explained is not None]
+    for cause, (layer, explained) in product(causes, told):
+        for flip in explained.examples:
+            if flip.cause != cause:
+                continue
+            margins = ""
+            if flip.margins is not None:
+                first, second = flip.margins
+                margins = (
+                    f", ahead by {first:.2g} and {second:.2g} (rounding {explained.noise:.2g})"
+                )
+            yield (
+                f"layer {layer}, position {flip.position}, token {flip.token}: experts "
+                f"{_numbers(flip.first)} against {_numbers(flip.second)}{margins}: {cause}"
+            )
+
+
+def _numbers(experts: Sequence[int]) -> str:
+    return ", ".join(map(str, experts)) or "none"
+
+
+def _gaps(routing: Routing) -> str:
+    names = {
+        "same": "routed alike so far",
+        "context": "after a re-routed token",
+        "rerouted": "re-routed",
+    }
+    told = [f"{names[group]} {_gap(gap)}" for group, gap in routing.gaps.items() if gap.tokens]
+    said = f"mean gap of tokens {'; '.join(told)}" if told else ""
+    last = routing.layers[-1]
+    if last.stream_same is not None and last.stream_rerouted is not None:
+        said += (
+            f"{'. ' if said else ''}Stream that leaves layer {last.layer}: {last.stream_same:.2g} "
+            f"apart where routed alike, {last.stream_rerouted:.2g} where re-routed"
+        )
+    return said
+
+
+def _gap(gap: RouteGap) -> str:
+    return f"{nat(gap.mae)} nat ({gap.tokens:,})"
+
+
+def _split(split: GapSplit, rollout: str) -> str:
+    said = [f"own routes {nat(split.own)} nat"]
+    if split.forced is not None:
+        said.append(f"{rollout}'s routes forced {nat(split.forced)}")
+    if split.forced_with_weights is not None:
+        said.append(f"with their weights {nat(split.forced_with_weights)}")
+    parts = ", ".join(f"{name} {nat(size)}" for name, size in split.parts.items())
+    return f"{', '.join(said)}, over {count(split.tokens, 'token')}: {parts} nat"
