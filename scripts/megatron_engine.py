@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT = 300.0
 """Seconds that a job may take."""
 
+CAPTURE_OPTIONS = ("points", "label", "names", "salts", "vocab", "routes", "route_weights")
+
 
 class JobError(RuntimeError):
     """Ranks failed, or took too long; the message has what each of them said."""
@@ -72,7 +74,7 @@ def run_job(
         folder = Path(scratch)
         (folder / "job.json").write_text(json.dumps(given | {"layout": asdict(layout)}))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        launcher = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "scripts.megatron_engine", scratch],
             # megatron's warnings, on what is not installed, would bury a failure's traceback
             env=os.environ | dict(PYTHONPATH=path, PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1"),
@@ -81,16 +83,15 @@ def run_job(
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-        )
-        try:
-            _, said = launcher.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            said = f"no end after {timeout:g} s"
-        finally:
-            # the launcher's session is the ranks' too
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+        ) as launcher:
+            try:
+                _, said = launcher.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                said = f"no end after {timeout:g} s"
+            finally:
+                # the launcher's session is the ranks' too
+                with suppress(ProcessLookupError):
+                    os.killpg(launcher.pid, signal.SIGKILL)
         if launcher.returncode:
             raise JobError("\n".join((said, *_complaints(folder, layout.ranks))))
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(layout.ranks)]
@@ -111,8 +112,8 @@ def do_forward(rank: Rank, step: dict[str, Any]) -> list[list[float]] | None:
 
     The step's ``tokens`` are the sequences (or a JSON file of them), dealt out to the data-parallel
     ranks in turn, ``micro_batch`` at a time (default: all in one). ``fault`` is planted meanwhile
-    (see tests/planted_megatron.py); ``capture`` is a directory for a capture, with ``points``,
-    ``label`` and ``vocab``; ``logprobs`` is a file that the result is written to as JSON as well.
+    (see tests/planted_megatron.py); ``capture`` is a directory for a capture, with the options in
+    `CAPTURE_OPTIONS`; ``logprobs`` is a file that the result is written to as JSON as well.
 
     Returns:
         on rank 0, for each sequence the log-prob (nat) of every token but the first.
@@ -137,7 +138,7 @@ def do_forward(rank: Rank, step: dict[str, Any]) -> list[list[float]] | None:
         if step.get("capture"):
             import layerbisect
 
-            options = {name: step[name] for name in ("points", "label", "vocab") if name in step}
+            options = {name: step[name] for name in CAPTURE_OPTIONS if name in step}
             stack.enter_context(layerbisect.capture(rank.chunks, step["capture"], **options))
         # replicas may share experts
         longest = max(map(len, sequences)) if replicas > 1 else 0
