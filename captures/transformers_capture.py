@@ -16,6 +16,7 @@ import numpy as np
 from layerbisect.captures import kv_lanes
 from layerbisect.captures.attention_seam import observed
 from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.lanes import Lane, Names
 from layerbisect.captures.recorder import Recorder
 from layerbisect.captures.routes import Routes
@@ -23,7 +24,7 @@ from layerbisect.captures.scores import Pending, score_pass
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
 from layerbisect.captures.transformers_calls import Call, read_call
-from layerbisect.captures.transformers_routes import ForcedRoutes
+from layerbisect.captures.transformers_routes import forced_gates, forcing_in, keys_of
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +54,9 @@ class ModelCapture:
         self._anatomy = Anatomy.of(model)
         self.points = self._anatomy.points(points)
         self._label = label
-        self._routes: ForcedRoutes | None = None
+        self._routes: Forcing | None = None
         if routes is not None:
-            self._routes = ForcedRoutes(self._anatomy, Routes.of(routes, weights=route_weights))
+            self._routes = forcing_in(self._anatomy, Routes.of(routes, weights=route_weights))
         elif route_weights:
             raise LayerBisectError("route_weights needs routes: give the capture that has them")
         self._names = Names(names or (), salts or ())
@@ -89,7 +90,7 @@ class ModelCapture:
             for point in (*wanted, "logits"):
                 self._recorder.expect(point)
             if self._routes is not None:
-                stack.enter_context(self._routes.attached(self._recorder.guarded))
+                stack.enter_context(forced_gates(anatomy, self._routes, self._recorder.guarded))
             stack.callback(self._recorder.detach)
             self._recorder.attach(model)
             self._exit = stack.pop_all()
@@ -128,7 +129,7 @@ class ModelCapture:
             self._recorder.begin(call.batch)
             self._call, self._after = call, call.fed.lanes
             if self._routes is not None:
-                self._routes.begin(call)
+                self._routes.begin(keys_of(call), call.batch.index, call.batch.grid)
 
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call, self._call = self._call, None
