@@ -122,14 +122,12 @@ def _cycles(order: torch.Tensor) -> torch.Tensor:
 def _known(count: int, parts: Mapping[str, int], what: str) -> Iterator[tuple[str, torch.Tensor]]:
     places = torch.arange(count)
     if len(parts) > 1:
-        for shards in _SHARDS:
-            if all(part % shards == 0 for part in parts.values()):
-                split = [piece.chunk(shards) for piece in places.split(list(parts.values()))]
-                packed = " ".join(f"{p[0]}{r}" for r in range(shards) for p in parts)
-                yield (
-                    f"packed by shard, [{packed}]",
-                    torch.cat([piece[rank] for rank in range(shards) for piece in split]),
-                )
+        for ranks in (1, *_SHARDS):
+            for shards in _SHARDS:
+                if all(part % (ranks * shards) == 0 for part in parts.values()):
+                    packed = " ".join(f"{p[0]}{r}" for r in range(shards) for p in parts)
+                    where = f" in each of {ranks} shards" if ranks > 1 else ""
+                    yield f"packed by shard, [{packed}]{where}", _packed(parts, shards, ranks)
         return
     if count % 2 == 0:
         yield f"halves of the {what} interleaved", places.view(2, -1).T.reshape(-1)
@@ -144,6 +142,17 @@ def _known(count: int, parts: Mapping[str, int], what: str) -> Iterator[tuple[st
         if count % shards == 0 and count > shards:
             blocks = places.view(shards, -1)
             yield f"{shards} shards of the {what} in reverse", blocks.flip(0).reshape(-1)
+
+
+def _packed(parts: Mapping[str, int], shards: int, ranks: int) -> torch.Tensor:
+    """Order matrices below one another as each of ``ranks`` packs its own rows of them by shard."""
+    made = torch.arange(sum(parts.values()))
+    split = [piece.chunk(ranks) for piece in made.split(list(parts.values()))]
+    for own in [list(of_rank) for of_rank in zip(*split, strict=True)]:
+        chunks = [piece.chunk(shards) for piece in own]
+        order = torch.cat([piece for shard in zip(*chunks, strict=True) for piece in shard])
+        made[torch.cat(own)] = order.clone()
+    return made
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ def load_checkpoint(
 
     Raises:
         ModelDirectoryError: the checkpoint lacks a tensor, or holds it in another shape or
-            quantised. Parameters before it are filled by then.
-        LayerBisectError: a parameter has no tensor in checkpoints.
+            quantised.
+        LayerBisectError: a parameter has no tensor in checkpoints. Nothing is changed by then.
     """
     import torch
 
@@ -50,9 +50,11 @@ def load_checkpoint(
     found, left_out = slots(model, vocab=vocab or checkpoint.shape(_EMBEDDING)[0])
     for name, why in left_out.items():
         raise LayerBisectError(
-            f"{name} cannot be loaded from {directory}: {why}; load the model with the trainer's "
-            "own loader"
+            f"{name} cannot be loaded from {directory}: {why}; give the checkpoint that the model "
+            "was configured for, or load it with the trainer's own loader"
         )
+    for slot in found:
+        checkpoint.check(slot)
     with torch.no_grad():
         for chunk in unwrap(model):
             for name, tensor in chunk.model.named_parameters():
@@ -143,8 +145,8 @@ class _Checkpoint:
         """Shape of a tensor; raises ModelDirectoryError where it is not there."""
         return tuple(self._slice(name).get_shape())
 
-    def fill(self, slot: Slot) -> None:
-        """Copy a slot's part into it; raises ModelDirectoryError as ``load_checkpoint``."""
+    def check(self, slot: Slot) -> None:
+        """Raise ModelDirectoryError where a slot's tensor is not there as the model has it."""
         stored = self._slice(slot.name)
         held, wanted = self.shape(slot.name), tuple(total for _, _, total in slot.extents)
         if held != wanted:
@@ -157,6 +159,10 @@ class _Checkpoint:
                 f"{slot.name} in {self.directory} is {stored.get_dtype()}, not one of "
                 f"{', '.join(_FLOATS)}; give the unquantised checkpoint"
             )
+
+    def fill(self, slot: Slot) -> None:
+        """Copy a slot's part into it."""
+        stored = self._slice(slot.name)
         slot.fill(stored[tuple(slice(start, stop) for start, stop, _ in slot.extents)])
 
     def _slice(self, name: str) -> Any:
