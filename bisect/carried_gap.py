@@ -15,6 +15,7 @@ import torch
 
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
+from layerbisect.bisect.verdict import Tail
 from layerbisect.captures.boundary_search import Mode, probe_boundaries
 from layerbisect.captures.points import boundary
 
@@ -23,14 +24,15 @@ from layerbisect.captures.points import boundary
 class CarriedGap:
     """Mean absolute difference (nat) read out at each probed boundary, by boundary number.
 
-    ``forwards`` counts the tails that were run, one a side and boundary; ``mode`` says whether
-    every visible boundary was probed or a search chose them. Independent contributions add in
-    squares, so a layer's share of the gap is a difference of squares.
+    ``forwards`` counts the tails that were run, one a side and boundary by the reference; ``mode``
+    says whether every visible boundary was probed or a search chose them. Independent
+    contributions add in squares, so a layer's share of the gap is a difference of squares.
     """
 
     at: dict[int, float]
     mode: Mode
     forwards: int
+    tail: Tail = "reference"
 
 
 def visible_boundaries(sides: tuple[Side, Side], num_layers: int) -> list[int]:

@@ -13,7 +13,8 @@ from layerbisect.bisect.residuals import (
     unique_rows,
     unit_roundoff,
 )
-from layerbisect.bisect.side import Side, boundary
+from layerbisect.bisect.side import Side
+from layerbisect.captures.points import boundary
 
 _STEP = 1e-4
 _LOGITS_AT_ONCE = 2**23

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.budget import rounding_budget
-from layerbisect.bisect.carried_gap import CarriedGap, carried_gap, read_out
+from layerbisect.bisect.carried_gap import CarriedGap, carried_gap, read_out, visible_boundaries
 from layerbisect.bisect.case import Case
 from layerbisect.bisect.convict import Findings, convict
 from layerbisect.bisect.ends import end_errors
@@ -59,11 +59,13 @@ class Evidence:
     notes: tuple[str, ...]
 
 
-def gather(case: Case, probe: Literal["auto", "scan", "search"]) -> Evidence:
-    """Gather the evidence; ``probe`` says how the carried gap is located."""
+def gather(
+    case: Case, probe: Literal["auto", "scan", "search"], live: CarriedGap | None = None
+) -> Evidence:
+    """Gather the evidence; ``probe`` says how the carried gap is located, where no ``live`` is."""
     notes: list[str] = []
-    carried = _carried(case, probe)
-    ends = _scores(case, carried, notes)
+    carried = live or _carried(case, probe)
+    ends = _scores(case, notes)
     gap = score_gap(*ends)
     if not len(case.joined.score_rollout):
         gap = replace(gap, source="read-out")
@@ -90,7 +92,7 @@ def gather(case: Case, probe: Literal["auto", "scan", "search"]) -> Evidence:
         repeat=repeat,
         routing=routing,
         layers=_layers(case, carried, errors),
-        probe=Probe(carried.mode, carried.forwards) if carried.at else None,
+        probe=Probe(carried.mode, carried.forwards, carried.tail) if carried.at else None,
         ruled_out=(*findings.ruled_out, *_same_weights(weights, notes), *steady),
         notes=tuple(notes),
     )
@@ -104,16 +106,16 @@ def _carried(case: Case, probe: Literal["auto", "scan", "search"]) -> CarriedGap
     return carried_gap(case.model, case.sides, mode=mode, progress=case.progress.advance)
 
 
-def _scores(case: Case, carried: CarriedGap, notes: list[str]) -> _Scores:
+def _scores(case: Case, notes: list[str]) -> _Scores:
     """Both sides' log-probs: those captured, or what the last common boundary is read out as."""
-    joined = case.joined
-    if len(joined.score_rollout) or not carried.at:
+    joined, visible = case.joined, visible_boundaries(case.sides, case.layers)
+    if len(joined.score_rollout) or not visible:
         return joined.score_rollout, joined.score_trainer
     notes.append(
         "no log-prob is in both captures: the gap is read out from the last common boundary by the "
         "reference, and the head is not judged"
     )
-    first, second = read_out(case.model, case.sides, max(carried.at))
+    first, second = read_out(case.model, case.sides, visible[-1])
     return first.numpy(), second.numpy()
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.side import Side, boundary
+from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import PointDifference
 from layerbisect.captures.errors import LayerBisectError, ModelDirectoryError
-from layerbisect.captures.points import all_points, parse
+from layerbisect.captures.points import all_points, boundary, parse
 from layerbisect.captures.store import Capture
 
 MIN_ROWS = 16

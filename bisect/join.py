@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerbisect.captures.chains import Chains as Chains
-from layerbisect.captures.chains import first_of_each, lay_out
+from layerbisect.captures.chains import Chains, first_of_each, lay_out
 from layerbisect.captures.errors import LayerBisectError, TokenMismatchError
 from layerbisect.captures.rows import PrefixKeys, parent_keys
 from layerbisect.captures.store import Capture, ScoreTable

@@ -22,6 +22,7 @@ from layerbisect.bisect.gate import (
     too_little,
 )
 from layerbisect.bisect.join import join
+from layerbisect.bisect.live_gap import read_live
 from layerbisect.bisect.next_step import next_step
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.reference import ReferenceModel
@@ -41,6 +42,7 @@ def bisect(
     model: str | PathLike[str],
     forced: Sequence[str | PathLike[str] | Capture] = (),
     probe: Literal["auto", "scan", "search"] = "auto",
+    carried: str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Compare two captures of the same tokens, and say what makes their log-probs differ.
@@ -54,14 +56,17 @@ def bisect(
             it, with and without their weights; they say how much of the gap routing makes.
         probe: ``scan`` reads the carried gap out at every layer boundary, ``search`` at about log2
             of them; ``auto`` scans where that is cheap. The verdict says which was done.
+        carried: the file that a live trainer wrote of these captures, with its own layers as the
+            tail; it stands in for the reference's, and no boundary is probed.
         progress: takes news of what is done and what is left.
 
     Raises:
         LayerBisectError: what cannot be compared at all (different tokens, no rows in common,
-            damaged files, another model's directory, a forced capture of something else), in one
-            sentence.
+            damaged files, another model's directory, a forced capture or a carried gap of something
+            else), in one sentence.
     """
     case = _open(rollout, trainer, model, progress or NoProgress())
+    live = None if carried is None else read_live(carried, case)
     split = None
     if forced:
         others = [one if isinstance(one, Capture) else Capture.open(one) for one in forced]
@@ -71,7 +76,7 @@ def bisect(
         case.sides, case.joined, case.model.config.experts, case.progress
     )
     reasons = _gates(case, differences)
-    evidence = None if reasons else gather(case, probe)
+    evidence = None if reasons else gather(case, probe, live)
     judgement = Judgement("inconclusive", tuple(reasons)) if evidence is None else weigh(evidence)
     case.progress.done()
     return _verdict(case, differences, evidence, judgement, split)

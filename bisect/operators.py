@@ -14,8 +14,9 @@ import torch
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.residuals import unique_rows
-from layerbisect.bisect.side import Side, boundary
+from layerbisect.bisect.side import Side
 from layerbisect.captures.format import RoutesFrom
+from layerbisect.captures.points import boundary
 from layerbisect.kernels.rounding import rounded
 
 Compute = Callable[["LayerPoints", Precision], torch.Tensor]

@@ -23,7 +23,8 @@ from layerbisect.bisect.routing_flips import (
 from layerbisect.bisect.routing_noise import predicted_noise
 from layerbisect.bisect.routing_report import Explained, Group, LayerRouting, RouteGap, Routing
 from layerbisect.bisect.selection import expert_sets
-from layerbisect.bisect.side import Side, boundary
+from layerbisect.bisect.side import Side
+from layerbisect.captures.points import boundary
 
 
 def compare_routes(case: Case, convicted: Collection[str]) -> Routing | None:

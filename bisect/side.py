@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from layerbisect.bisect.checkpoint import TensorCache
-from layerbisect.bisect.join import Chains
 from layerbisect.bisect.precision import Precision
+from layerbisect.captures.chains import Chains
+from layerbisect.captures.points import boundary
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture
 
@@ -119,11 +120,6 @@ class Side:
             wanted = np.flatnonzero(chains.target >= 0)
             out[wanted] = _look_up(table.keys, table.logprob, keys[wanted + 1])
         return torch.from_numpy(out)
-
-
-def boundary(layer: int, num_layers: int) -> str:
-    """Name the residual stream at a layer boundary, 0 to ``num_layers``."""
-    return f"layers.{layer}.input" if layer < num_layers else f"layers.{layer - 1}.output"
 
 
 def _look_up(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layerbisect.bisect.scores.report import ScoreReport
 
 SCHEMA = 1
+Tail = Literal["reference", "trainer"]
 Status = Literal["agree", "divergent", "unstable", "inconclusive"]
 EXIT_CODES: Mapping[Status, int] = {
     "agree": 0,
@@ -150,10 +151,15 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How the carried gap was located: a scan of all boundaries or a search, and its cost."""
+    """How the carried gap was located: a scan of all boundaries or a search, and its cost.
+
+    ``tail`` is what ran from the boundaries on: the reference, a part of the model a forward, or
+    the live trainer, all of it.
+    """
 
     mode: Literal["scan", "search"]
     forwards: int
+    tail: Tail = "reference"
 
 
 @dataclass(frozen=True, slots=True)

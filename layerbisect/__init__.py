@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from layerbisect.bisect.progress import Progress
     from layerbisect.bisect.scores.judge import judge
     from layerbisect.bisect.verdict import Verdict
+    from layerbisect.captures.capture import capture
     from layerbisect.captures.record.file import ScoreRecord
     from layerbisect.captures.store import Capture
-    from layerbisect.captures.capture import capture
 
     __version__: str
 
@@ -69,12 +69,21 @@ class _CallableFolder(ModuleType):
         model: str | PathLike[str],
         forced: Sequence[str | PathLike[str] | Capture] = (),
         probe: Literal["auto", "scan", "search"] = "auto",
+        carried: str | PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Verdict:
         """Compare two captures of the same tokens; see `layerbisect.bisect.locate.bisect`."""
         from layerbisect.bisect.locate import bisect
 
-        return bisect(rollout, trainer, model=model, forced=forced, probe=probe, progress=progress)
+        return bisect(
+            rollout,
+            trainer,
+            model=model,
+            forced=forced,
+            probe=probe,
+            carried=carried,
+            progress=progress,
+        )
 
 
 # every import of anything below passes here first, so that no order of imports undoes it

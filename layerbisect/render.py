@@ -206,7 +206,8 @@ class _Page:
         if verdict.probe is not None:
             probe = verdict.probe
             how = "every boundary" if probe.mode == "scan" else "boundaries chosen by halving"
-            forwards = count(probe.forwards, "partial forward")
+            one = "partial forward" if probe.tail == "reference" else "forward"
+            forwards = f"{count(probe.forwards, one)} of the {probe.tail}"
             self._fact("  probes", f"{probe.mode} ({how}), {forwards}")
         for note in verdict.coverage.notes:
             self._line(f"note: {note}", 2, hang=2)

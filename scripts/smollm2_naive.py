@@ -9,7 +9,8 @@ import torch
 
 from layerbisect.bisect.metrics import point_difference
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.side import Side, boundary
+from layerbisect.bisect.side import Side
+from layerbisect.captures.points import boundary
 from scripts.smollm2_numbers import Array, Layout
 
 HARM = 0.05

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 import layerbisect
 from layerbisect.bisect.ends import end_errors
-from layerbisect.bisect.join import Chains, join
+from layerbisect.bisect.join import join
 from layerbisect.bisect.own_error import own_errors
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.progress import Progress
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
+from layerbisect.captures.chains import Chains
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from layerbisect.kernels.rounding import rounded

@@ -11,22 +11,22 @@ from layerbisect.captures.errors import LayerBisectError
 from layerbisect.cli.boundary import echo_json
 from layerbisect.cli.options import console, json_option, page
 
-_FOLDER = click.Path(path_type=Path)
+_PATH = click.Path(path_type=Path)
 
 
 @click.command(short_help="From two captures to a verdict.")
-@click.argument("rollout", type=_FOLDER)
-@click.argument("trainer", type=_FOLDER)
+@click.argument("rollout", type=_PATH)
+@click.argument("trainer", type=_PATH)
 @click.option(
     "--model",
-    type=_FOLDER,
+    type=_PATH,
     required=True,
     metavar="DIR",
     help="Checkpoint that both engines ran: the reference is computed from it.",
 )
 @click.option(
     "--forced",
-    type=_FOLDER,
+    type=_PATH,
     multiple=True,
     metavar="DIR",
     help="Capture of the trainer with ROLLOUT's routes forced on it, with or without their "
@@ -38,6 +38,13 @@ _FOLDER = click.Path(path_type=Path)
     default="auto",
     show_default=True,
     help="Read out the carried gap at every layer boundary, or search for the steps in it.",
+)
+@click.option(
+    "--carried",
+    type=_PATH,
+    metavar="FILE",
+    help="Carried gap that a live trainer read out with its own layers (LAYERBISECT_TAIL), instead "
+    "of probing with the reference's.",
 )
 @click.option(
     "--rollout-requests",
@@ -64,6 +71,7 @@ def bisect(
     model: Path,
     forced: tuple[Path, ...],
     probe: str,
+    carried: Path | None,
     rollout_requests: str,
     trainer_requests: str,
     labels: str | None,
@@ -107,7 +115,9 @@ def bisect(
 
     mode = cast(Literal["auto", "scan", "search"], probe)
     with shown(console(stderr=True)) as progress:
-        verdict = locate(*sides, model=model, forced=forced, probe=mode, progress=progress)
+        verdict = locate(
+            *sides, model=model, forced=forced, probe=mode, carried=carried, progress=progress
+        )
     if as_json:
         echo_json(verdict.to_json())
     else:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from layerbisect.bisect.join import Chains
 from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.captures.chains import Chains
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from scripts import smollm2_gaps as gaps
