@@ -96,10 +96,7 @@ class Capture:
         if not gathered.passes:
             raise _empty(folder, requests, gathered.names, manifests)
         gaps = _missing_ranks(manifests) + missing_passes + gathered.problems
-        whole = all(m.finished for m in manifests)
-        unfinished = (
-            [] if whole else ["the capture was not finished: the engine still runs, or it died"]
-        )
+        unfinished = _unfinished(manifests)
         errors = [f"{m}: {error}" for m in manifests for error in m.errors]
         rows, (scored, logprob) = gathered.rows(), gathered.scored()
         seen = Rows.concatenate([gathered.seen(), rows, scored])
@@ -112,7 +109,7 @@ class Capture:
             directory=folder,
             info=info,
             label=label or info.label,
-            finished=whole and not gaps,
+            finished=not unfinished and not gaps,
             problems=(*gaps, *unfinished, *differing, *errors),
             sequences=tuple(gathered.sequences),
             rows=rows,
@@ -235,6 +232,15 @@ def _with_fingerprints(
 def _missing_ranks(manifests: Sequence[RankManifest]) -> list[str]:
     missing = sorted(set(range(manifests[0].world_size)) - {m.rank for m in manifests})
     return [f"ranks {missing} of {manifests[0].world_size} wrote nothing"] if missing else []
+
+
+def _unfinished(manifests: Sequence[RankManifest]) -> list[str]:
+    names = [str(m) for m in manifests if not m.finished]
+    if not names:
+        return []
+    more = f" and {len(names) - 4} more" if names[4:] else ""
+    who = f" by {', '.join(names[:4])}{more}" if manifests[1:] else ""
+    return [f"the capture was not finished{who}: the engine still runs, or it died"]
 
 
 def _empty(
