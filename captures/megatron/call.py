@@ -126,7 +126,7 @@ def _padded(given: Mapping[str, Any], context: tuple[int, int], problems: list[s
             f"input_ids of {width} columns are no two chunks of a sequence, as context parallelism "
             f"cuts it, and were not recorded; pad sequences to a multiple of {2 * size}"
         )
-    column = _columns(width * size, rank, size)
+    column = rank_columns(width * size, rank, size)
     valid = read_tokens(given, lanes, column, width * size, problems)
     first = np.zeros(lanes, np.int64)
     for lane in range(lanes):
@@ -187,7 +187,7 @@ def _packed(
             f"a pack that does not lie in its {token.size} tokens on each of {size} "
             f"context-parallel ranks ({told}) was not recorded"
         )
-    position = np.concatenate([np.empty(0, np.int64), *(_columns(n, rank, size) for n in room)])
+    position = np.concatenate([np.empty(0, np.int64), *(rank_columns(n, rank, size) for n in room)])
     sequence = np.repeat(np.arange(len(room)), room // size)
     index = np.flatnonzero(position < length[sequence])
     sequence, position = sequence[index], position[index]
@@ -199,7 +199,7 @@ def _packed(
     return Call(rows, len(room), token.size, index, _after(rows), last, tuple(problems))
 
 
-def _columns(total: int, rank: int, size: int) -> NDArray[np.int64]:
+def rank_columns(total: int, rank: int, size: int) -> NDArray[np.int64]:
     """Which of a sequence's ``total`` columns a context-parallel rank holds, in its order."""
     if size == 1:
         return np.arange(total, dtype=np.int64)
