@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import NDArray
 
-from layerbisect.captures.format import RoutesFrom
 from layerbisect.captures.routes import Choice, Routes
 from layerbisect.captures.rows import PrefixKeys
 
@@ -22,24 +21,16 @@ class Forcing:
     Args:
         routes: whose routes; with their weights where they were opened with them.
         layers: those with experts that this process computes.
-
-    Raises LayerBisectError where ``routes`` lacks one of them.
     """
 
     def __init__(self, routes: Routes, layers: Iterable[int]) -> None:
         self.routes = routes
         self.layers = tuple(layers)
-        routes.require(self.layers)
         self._keys: PrefixKeys | None = None
         self._index: NDArray[np.int64] = np.empty(0, np.int64)
         # in how many layers each row of the grid was forced
         self._times: NDArray[np.intp] = np.empty(0, np.intp)
         self._rows = self._kept = 0
-
-    @property
-    def kind(self) -> RoutesFrom:
-        """What a capture says of its routes where these are forced."""
-        return "forced with weights" if self.routes.weights else "forced"
 
     def begin(self, keys: PrefixKeys, index: NDArray[np.int64], grid: int) -> None:
         """Open a call: ``index`` int64 [row] places the rows of ``keys`` among ``grid``."""

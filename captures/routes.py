@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.format import RoutesFrom
 from layerbisect.captures.points import parse
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture
@@ -77,6 +78,11 @@ class Routes:
         self._tables: dict[bytes, _Table] = {}
         self._table_of: dict[int, _Table] = {}
         self._varying: dict[int, set[bytes]] = {}
+
+    @property
+    def kind(self) -> RoutesFrom:
+        """What a capture in which these are forced says of its routes."""
+        return "forced with weights" if self.weights else "forced"
 
     @classmethod
     def of(cls, capture: Capture | str | os.PathLike[str], *, weights: bool = False) -> Routes:
@@ -199,6 +205,28 @@ class Routes:
         if different.any():
             keys = table.key[slot[different]]
             self._varying.setdefault(layer, set()).update(key.tobytes() for key in keys)
+
+
+def wanted(
+    capture: Capture | str | os.PathLike[str] | None, weights: bool, moe_layers: Iterable[int]
+) -> Routes | None:
+    """Open the routes to force in all of a model's layers with experts, if any are to be.
+
+    Raises:
+        CaptureError: no capture there, or a damaged one.
+        LayerBisectError: a model without experts, a layer of which the capture has none, or
+            ``weights`` without a capture.
+    """
+    if capture is None:
+        if weights:
+            raise LayerBisectError("route_weights needs routes: give the capture that has them")
+        return None
+    layers = tuple(moe_layers)
+    if not layers:
+        raise LayerBisectError("no routes can be forced in a model without experts; leave them out")
+    routes = Routes.of(capture, weights=weights)
+    routes.require(layers)
+    return routes
 
 
 def check_choice(choice: Choice, *, experts: int, slots: int) -> None:

@@ -19,12 +19,12 @@ from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.lanes import Lane, Names
 from layerbisect.captures.recorder import Recorder
-from layerbisect.captures.routes import Routes
+from layerbisect.captures.routes import wanted as wanted_routes
 from layerbisect.captures.scores import Pending, score_pass
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
 from layerbisect.captures.transformers_calls import Call, read_call
-from layerbisect.captures.transformers_routes import forced_gates, forcing_in, keys_of
+from layerbisect.captures.transformers_routes import forced_gates, keys_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class ModelCapture:
     def __init__(
         self,
         model: torch.nn.Module,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         *,
         points: str | Sequence[str] = "coarse",
         label: str = "trainer",
@@ -54,11 +54,10 @@ class ModelCapture:
         self._anatomy = Anatomy.of(model)
         self.points = self._anatomy.points(points)
         self._label = label
-        self._routes: Forcing | None = None
-        if routes is not None:
-            self._routes = forcing_in(self._anatomy, Routes.of(routes, weights=route_weights))
-        elif route_weights:
-            raise LayerBisectError("route_weights needs routes: give the capture that has them")
+        self._routes = wanted_routes(routes, route_weights, self._anatomy.moe_layers)
+        self._forcing: Forcing | None = None
+        if self._routes is not None:
+            self._forcing = Forcing(self._routes, self._anatomy.moe_layers)
         self._names = Names(names or (), salts or ())
         self._exit = ExitStack()
         self._call: Call | None = None
@@ -89,8 +88,8 @@ class ModelCapture:
                 stack.enter_context(observed(self._attention))
             for point in (*wanted, "logits"):
                 self._recorder.expect(point)
-            if self._routes is not None:
-                stack.enter_context(forced_gates(anatomy, self._routes, self._recorder.guarded))
+            if self._forcing is not None:
+                stack.enter_context(forced_gates(anatomy, self._forcing, self._recorder.guarded))
             stack.callback(self._recorder.detach)
             self._recorder.attach(model)
             self._exit = stack.pop_all()
@@ -103,7 +102,7 @@ class ModelCapture:
         trace: TracebackType | None,
     ) -> None:
         self._exit.close()
-        for problem in self._routes.problems() if self._routes is not None else ():
+        for problem in self._forcing.problems() if self._forcing is not None else ():
             self._writer.error(problem)
         # what broke off is not whole: such a capture stays marked as unfinished
         if kind is None:
@@ -112,8 +111,8 @@ class ModelCapture:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
-        if self._routes is not None:
-            self._routes.forget()
+        if self._forcing is not None:
+            self._forcing.forget()
         with self._recorder.guarded("reading a call"):
             call = read_call(model, args, kwargs, self._names)
             if isinstance(call, str):
@@ -128,16 +127,16 @@ class ModelCapture:
             self._names.renamed.clear()
             self._recorder.begin(call.batch)
             self._call, self._after = call, call.fed.lanes
-            if self._routes is not None:
-                self._routes.begin(keys_of(call), call.batch.index, call.batch.grid)
+            if self._forcing is not None:
+                self._forcing.begin(keys_of(call), call.batch.index, call.batch.grid)
 
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call, self._call = self._call, None
         if call is None:
             return
         with self._recorder.guarded("ending a call"):
-            if self._routes is not None:
-                self._routes.end()
+            if self._forcing is not None:
+                self._forcing.end()
             cache = call.cache if call.cache is not None else _cache_of(output)
             if cache is not None:
                 kv_lanes.remember(cache, self._after)
@@ -196,7 +195,7 @@ def _cache_of(output: Any) -> Any:
 
 def capture(
     model: torch.nn.Module,
-    directory: str | Path,
+    directory: str | os.PathLike[str],
     *,
     points: str | Sequence[str] = "coarse",
     label: str = "trainer",

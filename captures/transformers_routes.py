@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.forcing import Forcing, Guard
-from layerbisect.captures.routes import Choice, Routes, at_experts, check_choice, holding
+from layerbisect.captures.routes import Choice, at_experts, check_choice, holding
 from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
 from layerbisect.captures.transformers_adapter import Anatomy
 from layerbisect.captures.transformers_calls import Call
@@ -23,19 +22,6 @@ from layerbisect.captures.wrapping import method_wrapped
 
 if TYPE_CHECKING:
     import torch
-
-
-def forcing_in(anatomy: Anatomy, routes: Routes) -> Forcing:
-    """Prepare to force routes in all layers of a model that have experts.
-
-    Raises LayerBisectError for a model without experts, or a layer of which ``routes`` has none.
-    """
-    if not anatomy.moe_layers:
-        raise LayerBisectError(
-            f"no routes can be forced in this {type(anatomy.model).__name__}: it has no experts; "
-            "leave routes out"
-        )
-    return Forcing(routes, anatomy.moe_layers)
 
 
 @contextmanager
