@@ -116,7 +116,8 @@ def do_forward(rank: Rank, step: dict[str, Any]) -> list[list[float]] | None:
     `CAPTURE_OPTIONS`; ``logprobs`` is a file that the result is written to as JSON as well.
 
     Returns:
-        on rank 0, for each sequence the log-prob (nat) of every token but the first.
+        on rank 0, for each sequence the log-prob (nat) of every token but the first. Rows that pad
+        the vocabulary count, as they do in megatron's own cross-entropy, which is what is used.
     """
     import torch
     from megatron.core import parallel_state

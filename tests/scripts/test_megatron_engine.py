@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import JobError, Rank, run_job
@@ -87,6 +88,18 @@ def one_rank(model: Path) -> list[Scores]:
 def test_computes_what_transformers_computes(models: dict[str, Path], family: str) -> None:
     model = models[family]
     got = one_rank(model)[0] if family == "qwen3_moe" else run(model, Layout(), {}, **EXACT)[0]
+    np.testing.assert_allclose(got, transformers_scores(model, torch.float32), atol=1e-4)
+
+
+def test_the_last_stage_has_the_tied_embedding_too(models: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "tied"
+    model.mkdir()
+    config = json.loads((models["llama"] / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(models["llama"] / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    got = run(model, Layout(pipeline=2), {}, **EXACT)[0]
     np.testing.assert_allclose(got, transformers_scores(model, torch.float32), atol=1e-4)
 
 
