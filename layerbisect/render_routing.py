@@ -181,6 +181,7 @@ def _split(split: GapSplit, rollout: str) -> str:
     if split.forced is not None:
         said.append(f"{rollout}'s routes forced {nat(split.forced)}")
     if split.forced_with_weights is not None:
-        said.append(f"with their weights {nat(split.forced_with_weights)}")
+        theirs = "their weights too" if said[1:] else f"{rollout}'s routes and weights forced"
+        said.append(f"{theirs} {nat(split.forced_with_weights)}")
     parts = ", ".join(f"{name} {nat(size)}" for name, size in split.parts.items())
     return f"{', '.join(said)}, over {count(split.tokens, 'token')}: {parts} nat"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests.bisect.making import Engine, random_tokens
+from tests.bisect.tied_routers import Tied
 
 # a busy machine is no failure
 settings.register_profile("bisect", deadline=None)
@@ -46,3 +47,9 @@ def _clean(model: Path, folder: Path) -> Clean:
     }
     made = {label: engine.capture(folder / label, tokens) for label, engine in engines.items()}
     return Clean(model, engines, tokens, made["rollout"], made["trainer"])
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Tied:
+    """A small Qwen3-MoE whose routers nearly tie, eager and sdpa."""
+    return Tied.make(tmp_path_factory.mktemp("tied"))

@@ -24,11 +24,6 @@ AT = 1
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Tied:
-    return Tied.make(tmp_path_factory.mktemp("tied"))
-
-
-@pytest.fixture(scope="module")
 def clean(tied: Tied) -> Verdict:
     return tied.judge()
 
@@ -107,7 +102,7 @@ def test_a_rerouted_token_leaves_the_layer_elsewhere(clean: Verdict) -> None:
 
 def test_an_engine_against_itself_has_no_flips(tied: Tied, tmp_path: Path) -> None:
     again = rewrite(tied.clean["trainer"], tmp_path / "again", label="rollout")
-    told = routing(tied.judge(rollout=again))
+    told = routing(tied.judge({"rollout": again}))
     assert told.flips == 0 and all(one.explained is None for one in told.layers)
     assert [(one.overlap, one.weights_max, one.order) for one in told.layers] == [
         (1.0, 0.0, 0.0)
@@ -120,7 +115,7 @@ def test_an_engine_against_itself_has_no_flips(tied: Tied, tmp_path: Path) -> No
 @pytest.mark.parametrize("side", SIDES)
 def test_a_low_precision_router(tied: Tied, side: str, tmp_path: Path) -> None:
     made = tied.faulty(side, tmp_path / "made", ("router-low-precision", AT))
-    verdict = tied.judge(**{side: made})
+    verdict = tied.judge({side: made})
     culprit = only_culprit(verdict, f"layers.{AT}.mlp.router_logits", "router", side)
     told = layer(verdict)
     assert told.explained is not None
@@ -137,7 +132,7 @@ def test_a_low_precision_router(tied: Tied, side: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_swapped_experts_do_not_accuse_the_router(tied: Tied, side: str, tmp_path: Path) -> None:
     made = tied.faulty(side, tmp_path / "made", ("experts-swapped", AT))
-    verdict = tied.judge(**{side: made})
+    verdict = tied.judge({side: made})
     only_culprit(verdict, f"layers.{AT}.mlp.out", "experts", side)
     assert routing(verdict).causes["unexplained"] == 0
 
@@ -148,7 +143,7 @@ def test_a_fault_upstream_is_inherited(
     tied: Tied, clean: Verdict, fault: str, side: str, tmp_path: Path
 ) -> None:
     made = tied.faulty(side, tmp_path / "made", (fault, 0))
-    verdict = tied.judge(**{side: made})
+    verdict = tied.judge({side: made})
     assert [(c.layer, c.side) for c in verdict.culprits] == [(0, side)]
     assert verdict.culprits[0].operator != "router"
     told = routing(verdict)
@@ -165,7 +160,7 @@ def test_weights_that_are_not_renormalised(
     tied: Tied, clean: Verdict, side: str, tmp_path: Path
 ) -> None:
     made = tied.faulty(side, tmp_path / "made", ("top-k-not-renormalised", AT))
-    verdict = tied.judge(**{side: made})
+    verdict = tied.judge({side: made})
     only_culprit(verdict, f"layers.{AT}.mlp.expert_weights", "router", side)
     told, before = layer(verdict), layer(clean)
     # the same experts, with other weights
@@ -224,7 +219,7 @@ def test_the_selection_is_convicted_and_not_the_router(
     tied: Tied, clean: Verdict, choice: Choice, side: str, tmp_path: Path
 ) -> None:
     made = tied.choosing(side, tmp_path / "made", AT, choice)
-    verdict = tied.judge(**{side: made})
+    verdict = tied.judge({side: made})
     culprit = only_culprit(verdict, f"layers.{AT}.mlp.expert_ids", "router", side)
     assert "the selection, not the router's logits" in culprit.evidence[0]
     told = layer(verdict).explained
@@ -252,7 +247,7 @@ def test_fewer_experts_than_the_model_chooses(tied: Tied, tmp_path: Path) -> Non
         made = tied.faulty("rollout", tmp_path / "made")
     finally:
         gate.top_k = CHOSEN
-    verdict = tied.judge(rollout=made)
+    verdict = tied.judge({"rollout": made})
     assert all(c.operator == "router" and c.layer == AT for c in verdict.culprits)
     told = layer(verdict)
     assert told.flips == told.rows and told.overlap == pytest.approx(1 / CHOSEN, abs=0.02)
@@ -282,7 +277,7 @@ def test_an_order_of_slots_is_no_difference(
     tied: Tied, clean: Verdict, choice: Choice, tmp_path: Path
 ) -> None:
     made = tied.choosing("trainer", tmp_path / "made", AT, choice)
-    verdict = tied.judge(trainer=made)
+    verdict = tied.judge({"trainer": made})
     assert verdict.status == "agree" and not verdict.culprits
     told, before = layer(verdict), layer(clean)
     assert told.flips == before.flips and told.weights_mean == before.weights_mean
@@ -296,18 +291,20 @@ def test_an_order_of_slots_is_no_difference(
         assert one == other
 
 
-def test_weights_in_the_order_of_others_are_a_fault(tied: Tied, tmp_path: Path) -> None:
+def test_weights_in_the_order_of_others_are_a_fault(
+    tied: Tied, clean: Verdict, tmp_path: Path
+) -> None:
     def mixed_up(
         logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return weights.roll(1, 1), ids
 
     made = tied.choosing("rollout", tmp_path / "made", AT, mixed_up)
-    verdict = tied.judge(rollout=made)
+    verdict = tied.judge({"rollout": made})
     only_culprit(verdict, f"layers.{AT}.mlp.expert_weights", "router", "rollout")
     (weights,) = (d for d in verdict.differences if d.point == f"layers.{AT}.mlp.expert_weights")
     assert weights.median > 0.1
-    assert layer(verdict).order == layer(tied.judge()).order
+    assert layer(verdict).order == layer(clean).order
 
 
 def test_numbers_that_are_derived_have_no_order(tied: Tied, clean: Verdict, tmp_path: Path) -> None:
@@ -323,7 +320,7 @@ def test_numbers_that_are_derived_have_no_order(tied: Tied, clean: Verdict, tmp_
         return "derived" if name.endswith("expert_ids") else "observed"
 
     made = rewrite(tied.clean["trainer"], tmp_path / "map", change=ascending, how=how)
-    verdict = tied.judge(trainer=made)
+    verdict = tied.judge({"trainer": made})
     assert verdict.status == "agree"
     for one, before in zip(routing(verdict).layers, routing(clean).layers, strict=True):
         assert one.order is None
@@ -344,7 +341,7 @@ def test_logits_that_are_not_captured_are_recomputed(
     made = rewrite(
         tied.clean["rollout"], tmp_path / "bare", points=without("router_logits", "mlp.norm")
     )
-    verdict = tied.judge(rollout=made)
+    verdict = tied.judge({"rollout": made})
     assert verdict.status == "agree"
     assert routing(verdict).flips == routing(clean).flips
     assert routing(verdict).causes["unexplained"] == 0
@@ -358,7 +355,7 @@ def test_flips_of_which_nothing_is_seen_are_not_judged(
         return name.endswith(("expert_ids", "expert_weights", f"{LAYERS - 1}.output"))
 
     made = {s: rewrite(tied.clean[s], tmp_path / s, points=seen) for s in SIDES}
-    told = routing(tied.judge(**made))
+    told = routing(tied.judge(made))
     assert told.flips == routing(clean).flips
     assert all(one.explained is None for one in told.layers)
     assert set(told.causes.values()) == {0}
@@ -366,7 +363,7 @@ def test_flips_of_which_nothing_is_seen_are_not_judged(
 
 def test_layers_that_a_side_does_not_show_are_left_out(tied: Tied, tmp_path: Path) -> None:
     made = rewrite(tied.clean["trainer"], tmp_path / "part", points=without("1.mlp.expert_ids"))
-    told = routing(tied.judge(trainer=made))
+    told = routing(tied.judge({"trainer": made}))
     assert [one.layer for one in told.layers] == [0, 2]
     bare = rewrite(tied.clean["trainer"], tmp_path / "none", points=without("expert_ids"))
-    assert tied.judge(trainer=bare).routing is None
+    assert tied.judge({"trainer": bare}).routing is None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.transformers_capture import capture
 from layerbisect.fault_tools import forward_replaced
+from layerbisect.faults import plant
 from layerbisect.models import make_tiny
 from tests.bisect.making import Engine, Fault, random_tokens
 
@@ -67,10 +69,12 @@ class Tied:
         clean = {label: e.capture(folder / label, tokens) for label, e in engines.items()}
         return cls(model, engines, tokens, clean)
 
-    def judge(self, **given: Path) -> Verdict:
+    def judge(
+        self, given: Mapping[str, Path] = MappingProxyType({}), forced: Sequence[Path] = ()
+    ) -> Verdict:
         """Compare the clean captures, or those ``given`` for a side."""
-        sides = self.clean | given
-        return bisect(sides["rollout"], sides["trainer"], model=self.model)
+        sides = self.clean | dict(given)
+        return bisect(sides["rollout"], sides["trainer"], model=self.model, forced=forced)
 
     def faulty(self, side: str, folder: Path, *faults: Fault) -> Path:
         """Capture one engine while faults are planted."""
@@ -91,16 +95,23 @@ class Tied:
         return forward_replaced(gate, forward)
 
     def forced(
-        self, folder: Path, *, weights: bool, routes: Path | None = None, points: str = "all"
+        self,
+        folder: Path,
+        *,
+        weights: bool,
+        routes: Path | None = None,
+        faults: Sequence[Fault] = (),
     ) -> Path:
-        """Capture the trainer with the rollout's routes forced on it."""
+        """Capture the trainer with routes forced on it, the clean rollout's if not given."""
         engine = self.engines["trainer"]
         with ExitStack() as stack:
+            for name, layer in faults:
+                stack.enter_context(plant(engine.model, name, layer))
             stack.enter_context(
                 capture(
                     engine.model,
                     folder,
-                    points=points,
+                    points="all",
                     label="trainer",
                     names=[f"s{i}" for i in range(len(self.tokens))],
                     routes=routes or self.clean["rollout"],
@@ -111,17 +122,3 @@ class Tied:
             for ids in self.tokens:
                 engine.model(input_ids=torch.tensor([ids]), use_cache=False)
         return folder
-
-
-@contextmanager
-def changed(parameter: torch.Tensor, by: float) -> Iterator[None]:
-    """Let a parameter be off by a share of itself."""
-    before = parameter.detach().clone()
-    noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        parameter.copy_(before.float() * (1 + by * noise))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            parameter.copy_(before)

@@ -66,6 +66,30 @@ def test_options_reach_the_locator(pair: Path, small_moe_dir: Path) -> None:
     assert verdict["coverage"]["rows"] == {"joined": 120, "left_out": 0}
 
 
+def test_forced_routes_split_the_gap(pair: Path, small_moe_dir: Path, tmp_path: Path) -> None:
+    made = []
+    for name, options in (("routes", ()), ("weights", ("--route-weights",))):
+        made.append(tmp_path / name)
+        done = run(
+            "capture", "--model", small_moe_dir, "--tokens", pair / "tokens.jsonl",
+            "--points", "all", "--out", made[-1], "--routes", pair / "rollout", *options,
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+    command = ("bisect", pair / "rollout", pair / "trainer", "--model", small_moe_dir)
+    forced = ("--forced", made[1], "--forced", made[0])
+    page = run(*command, *forced)
+    assert page.exit_code == 0, page.output
+    assert "\nrouting: " in page.stdout and "\ngap split by routes\n" in page.stdout
+    verdict = json.loads(run(*command, *forced, "--json").stdout)
+    split = verdict["routing"]["split"]
+    assert split["own"] == pytest.approx(verdict["gap"]["mae"])
+    assert split["parts"].keys() == {"routes", "weights", "rest"}
+    assert [one["layer"] for one in verdict["routing"]["layers"]] == [0, 1, 2, 3]
+    refused = run(*command, "--forced", pair / "trainer")
+    assert refused.exit_code == 2
+    assert "was captured with the model's own routes" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
