@@ -78,22 +78,25 @@ def _share(flips: int, rows: int) -> str:
 
 def _table(routing: Routing, verbose: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
-    table.add_column("layer", justify="right", no_wrap=True)
-    names = ("flips", "overlap", "first", *(_HEADERS.get(c, c) for c in CAUSES))
-    for name in (*names, "weights\ndiffer", "order\ndiffers"):
+    weights = any(one.weights_mean is not None for one in routing.layers)
+    order = any(one.order is not None for one in routing.layers)
+    names = ["layer", "flips", "overlap", "first", *(_HEADERS.get(c, c) for c in CAUSES)]
+    names += ["weights\ndiffer"] * weights + ["order\ndiffers"] * order
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for run in _runs(routing.layers, verbose):
         number = str(run[0].layer) if len(run) == 1 else f"{run[0].layer}-{run[-1].layer}"
         flips, rows = sum(one.flips for one in run), sum(one.rows for one in run)
-        table.add_row(
+        cells = [
             number,
             _share(flips, rows),
             f"{sum(one.overlap * one.rows for one in run) / max(rows, 1):.3f}",
             f"{sum(one.first for one in run):,}",
             *_causes(run),
-            _mean([one.weights_mean for one in run]),
-            percent(_average([one.order for one in run])),
-        )
+        ]
+        cells += [_mean([one.weights_mean for one in run])] * weights
+        cells += [percent(_average([one.order for one in run]))] * order
+        table.add_row(*cells)
     return table
 
 

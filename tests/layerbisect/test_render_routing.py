@@ -96,6 +96,9 @@ def test_a_line_a_layer() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in page.split("\n") if line.strip()}
     assert rows["3"] == "1.1 % 0.991 7 4 0 1 2 0.0004 12 %".split()
     assert rows["11"] == "0.0 % 0.991 0 0 0 0 0 0.0004 -".split()
+    # an engine without an order of slots leaves the column out
+    page = rendered(routing(layer(3, explained(4), order=None)))
+    assert "order" not in page and "weights" in page
     # of what could not be judged no cause is known
     page = rendered(routing(layer(5, None, flips=3, first=2)))
     rows = {line.split()[0]: line.split()[1:] for line in page.split("\n") if line.strip()}
