@@ -74,7 +74,15 @@ def capture(
         from layerbisect.captures.megatron.capture import MegatronCapture
 
         return MegatronCapture(
-            model, directory, points=points, label=label, names=names, salts=salts, vocab=vocab
+            model,
+            directory,
+            points=points,
+            label=label,
+            names=names,
+            salts=salts,
+            vocab=vocab,
+            routes=routes,
+            route_weights=route_weights,
         )
     from layerbisect.captures.transformers_capture import ModelCapture
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import CaptureInfo
 from layerbisect.captures.megatron.chunk import ChunkCapture, Names
 from layerbisect.captures.megatron.model import Chunk, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.weights import fingerprints
+from layerbisect.captures.routes import wanted
 from layerbisect.captures.telling import TellingWriter, warn_of
 
 if TYPE_CHECKING:
     from layerbisect.captures.megatron.model import Model
+    from layerbisect.captures.store import Capture
 
 
 class MegatronCapture:
@@ -27,8 +31,8 @@ class MegatronCapture:
     Args:
         model: the job's GPTModel, wrapped or not, or its list of virtual pipeline chunks.
         directory: where all ranks write; a new directory, or an empty one.
-        points, label, names, salts: as :func:`layerbisect.captures.capture.capture` has them.
-        vocab: tokens in the vocabulary, where the logits have padding rows after them.
+        points, label, names, salts, vocab, routes, route_weights: as
+            :func:`layerbisect.captures.capture.capture` has them.
         whole_after_each_pass: mark the capture as whole whenever no pass is open, where nobody says
             which pass is the last.
     """
@@ -43,6 +47,8 @@ class MegatronCapture:
         names: Sequence[str] | None = None,
         salts: Sequence[str] | None = None,
         vocab: int | None = None,
+        routes: str | PathLike[str] | Capture | None = None,
+        route_weights: bool = False,
         whole_after_each_pass: bool = False,
     ) -> None:
         self.directory = Path(directory)
@@ -52,6 +58,7 @@ class MegatronCapture:
         self._label = label
         self._names, self._salts = tuple(names or ()), tuple(salts or ())
         self._vocab = vocab
+        self._routes = wanted(routes, route_weights, self.chunks[0].moe_layers)
         self._live = whole_after_each_pass
         self._exit = ExitStack()
         self._open: list[ChunkCapture] = []
@@ -59,6 +66,8 @@ class MegatronCapture:
     def __enter__(self) -> MegatronCapture:
         place = Place.here(self.chunks[0].config)
         info = _describe(self.chunks[0], place, self._label, self.points, self._vocab)
+        if self._routes is not None:
+            info = replace(info, routes=self._routes.kind)
         self._before = fingerprints(self._model, vocab=self._vocab)
         with ExitStack() as stack:
             for chunk in self.chunks:
@@ -74,7 +83,9 @@ class MegatronCapture:
                 )
                 prefix = f"dp{place.data[0]}." if place.data[1] > 1 else ""
                 names = Names(prefix, self._names, self._salts)
-                one = ChunkCapture(chunk, place, writer, self.points, names, self._vocab)
+                here = [layer for layer in chunk.moe_layers if layer in chunk.layers]
+                forcing = Forcing(self._routes, here) if self._routes is not None else None
+                one = ChunkCapture(chunk, place, writer, self.points, names, self._vocab, forcing)
                 one.attach(stack, self._live)
                 self._open.append(one)
             self._exit = stack.pop_all()
@@ -97,7 +108,7 @@ class MegatronCapture:
                         f"the weights changed during the capture ({len(changed)} tensors, "
                         f"{changed[0]} first); capture one state of them"
                     )
-                one.writer.close(one.passes)
+                one.close()
             warn_of(self.directory, [e for one in self._open for e in one.writer.errors])
 
 

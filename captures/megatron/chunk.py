@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
-from layerbisect.captures.batch import Batch
+import numpy as np
+
+from layerbisect.captures.batch import Batch, RowPart
+from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import SequenceInfo, TensorHeader
 from layerbisect.captures.megatron import adapter
 from layerbisect.captures.megatron.call import Call, read_call, scattered
 from layerbisect.captures.megatron.model import Chunk
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.routes import forced_router
 from layerbisect.captures.points import Point
 from layerbisect.captures.recorder import Recorder
+from layerbisect.captures.rows import prefix_keys
 from layerbisect.captures.telling import TellingWriter
 from layerbisect.captures.vocab_scores import Vocab, shard_scores
 from layerbisect.captures.wrapping import method_wrapped
@@ -43,12 +49,14 @@ class ChunkCapture:
         points: Sequence[str],
         names: Names,
         vocab: int | None,
+        forcing: Forcing | None = None,
     ) -> None:
         self.writer = writer
         self.passes = 0
         self._chunk, self._place, self._names, self._vocab = chunk, place, names, vocab
         self._call: Call | None = None
         self._held: Vocab | None = None
+        self._forcing = forcing
         self._live = False
         self.recorder = Recorder(
             writer,
@@ -86,10 +94,27 @@ class ChunkCapture:
                 recorder.expect(point)
                 seen = self._router_logits(point)
                 stack.enter_context(method_wrapped(router, "gating", seen))
+            if router is not None and self._forcing is not None:
+                stack.enter_context(self._forced(router, layer, self._forcing))
         stack.callback(recorder.detach)
         recorder.attach(model)
         hidden = adapter.unseen(self._chunk)
         self.writer.points_seen({n: s for n, s in hidden.items() if n in recorder.points})
+
+    def _forced(self, router: Any, layer: int, forcing: Forcing) -> AbstractContextManager[None]:
+        return forced_router(
+            router,
+            partial(forcing.choice, layer),
+            forcing.routes.weights,
+            guarded=self.recorder.guarded,
+            forced=forcing.count,
+        )
+
+    def close(self) -> None:
+        """Finish after the last pass."""
+        for problem in self._forcing.problems() if self._forcing else ():
+            self.writer.error(problem)
+        self.writer.close(self.passes)
 
     def _passes_by(self) -> bool:
         import torch
@@ -117,6 +142,8 @@ class ChunkCapture:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
+        if self._forcing is not None:
+            self._forcing.forget()
         if self._passes_by():
             return
         with self.recorder.guarded("reading a call"):
@@ -136,10 +163,18 @@ class ChunkCapture:
             if self.recorder.batch is None:
                 self.writer.write_pass("forward", sequences, call.rows, {}, {})
             self._call = call
+            if self._forcing is not None:
+                where = part or RowPart(call.grid, call.index, 0, len(call.rows))
+                here = call.rows.take(np.arange(where.start, where.stop))
+                names, salts = [s.name for s in sequences], [s.salt for s in sequences]
+                keys = prefix_keys(here, call.rows, salts, names)
+                self._forcing.begin(keys, where.index, where.grid)
 
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._call is not None:
             self._call = None
+            if self._forcing is not None:
+                self._forcing.end()
             self.recorder.end()
             self.passes += 1
 

@@ -178,3 +178,48 @@ def test_what_is_computed_again_for_the_backward_is_captured_once(
         mine = capture.read(point, joined.trainer)
         theirs = expected["qwen3_moe"].read(point, joined.rollout)
         np.testing.assert_allclose(mine, theirs, atol=CLOSE * np.abs(theirs).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(), Layout(pipeline=2, expert=2)], ids=["one", "pp2-ep2"])
+def test_routes_of_another_engine_are_forced_and_the_model_is_itself_again(
+    layout: Layout,
+    models: dict[str, Path],
+    expected: dict[str, Capture],
+    tokens: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """The other engine is given a router of its own, so that its routes are others."""
+    engine: Any = load_model(models["qwen3_moe"], dtype="float32", attention="eager")
+    with torch.no_grad():
+        engine.model.layers[1].mlp.gate.weight.copy_(engine.model.layers[2].mlp.gate.weight)
+    with layerbisect.capture(engine, tmp_path / "rollout", points="all", label="rollout"):
+        for ids in tokens:
+            with torch.no_grad():
+                engine(input_ids=torch.tensor([ids]), use_cache=False)
+    step = {"do": "forward", "tokens": tokens, "micro_batch": 2}
+    forced = step | {"points": "all", "vocab": VOCAB, "routes": str(tmp_path / "rollout")}
+    steps = [
+        step,
+        forced | {"capture": str(tmp_path / "routes")},
+        forced | {"capture": str(tmp_path / "weights"), "route_weights": True},
+        step,
+    ]
+    job = {"model": str(models["qwen3_moe"]), "config": {"bf16": False}, "steps": steps}
+    before, _, _, after = run_job(job, layout)[0]
+    assert before == after
+    rollout = Capture.open(tmp_path / "rollout")
+    for name, how in (("routes", "forced"), ("weights", "forced with weights")):
+        capture = Capture.open(tmp_path / name)
+        assert is_whole(capture) and capture.info.routes == how
+        joined = join(rollout, capture)
+        for layer in range(LAYERS):
+            point = f"layers.{layer}.mlp.expert_ids"
+            mine, theirs = capture.read(point, joined.trainer), rollout.read(point, joined.rollout)
+            np.testing.assert_array_equal(np.sort(mine, 1), np.sort(theirs, 1))
+            weights = f"layers.{layer}.mlp.expert_weights"
+            order = np.argsort(theirs, 1)
+            theirs = np.take_along_axis(rollout.read(weights, joined.rollout), order, 1)
+            same = np.abs(capture.read(weights, joined.trainer) - theirs).max() < CLOSE
+            # in layer 1 the trainer's router weighs the same experts by other logits
+            assert same == (name == "weights" or layer == 0), (name, layer)
