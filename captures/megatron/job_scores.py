@@ -56,13 +56,15 @@ class JobScores:
             return found, ""
         parts = self._gathered([part.resolved(rows) for part in self._parts])
         scored, logprob, _ = combine(parts)
-        at = find(scored, rows.sequence, rows.position + np.int32(1))
-        found[at >= 0] = logprob[at[at >= 0]]
-        wanted = find(rows, rows.sequence, rows.position + np.int32(1)) >= 0
-        lacking = int((wanted & (at < 0)).sum())
-        if self._problem or not lacking:
+        after = find(rows, rows.sequence, rows.position + np.int32(1))
+        wanted = np.flatnonzero(after >= 0)
+        token = rows.take(after[wanted])
+        at = find(scored, token.sequence, token.position)
+        same = (at >= 0) & (scored.token[at] == token.token)
+        found[wanted[same]] = logprob[at[same]]
+        if self._problem or same.all():
             return found, self._problem
-        return found, f"{lacking} of {int(wanted.sum())} tokens were not scored"
+        return found, f"{int((~same).sum())} of {len(wanted)} tokens were not scored"
 
     def _gathered(self, mine: list[ShardScores]) -> list[ShardScores]:
         if self._place.tensor[1] * self._place.context[1] == 1:

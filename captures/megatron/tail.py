@@ -112,14 +112,14 @@ class LiveTail:
             LayerBisectError: on all ranks, where states were not injected or tokens not scored.
         """
         with _undisturbed(self._chunks):
-            own, _ = self._run(None)
+            own, done = self._run(None)
+            self._agreed(None, np.abs(own)[self._scored], done)
 
             def probe(layer: int) -> float:
                 scores, injection = self._run(layer)
                 size = np.abs(scores - own)[self._scored]
                 return self._agreed(layer, size, injection)
 
-            self._agreed(None, np.abs(own)[self._scored], Injection())
             at = probe_boundaries(self.visible, mode, probe)
         return CarriedFile(
             rollout=self._rollout.info.label,
