@@ -119,6 +119,21 @@ def test_first_line_convicts() -> None:
             "6.9x rounding (floor 1.1x)",
         ),
         (
+            # how far behind a choice is says less than that it does not follow
+            {
+                "culprits": (
+                    culprit(
+                        point="layers.9.mlp.expert_ids",
+                        operator="router",
+                        own_error=900.0,
+                        evidence=("layers.9.mlp.expert_ids: the selection, not the logits",),
+                    ),
+                )
+            },
+            "divergent: layers.9.mlp.expert_ids (router) on the rollout side makes 41 % of the "
+            "gap; the selection, not the logits",
+        ),
+        (
             {"culprits": (culprit(operator=None, point="layers.9", side="unknown"),)},
             "divergent: layers.9 on an unknown side makes 41 % of the gap; own error 6.9x "
             "rounding (floor 1.1x)",
