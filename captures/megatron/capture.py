@@ -34,7 +34,8 @@ class MegatronCapture:
         points, label, names, salts, vocab, routes, route_weights: as
             :func:`layerbisect.captures.capture.capture` has them.
         whole_after_each_pass: mark the capture as whole whenever no pass is open, where nobody says
-            which pass is the last.
+            which pass is the last; what the job trains on passes by.
+        replayed: the job itself makes the model use the rollout's routes.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class MegatronCapture:
         routes: str | PathLike[str] | Capture | None = None,
         route_weights: bool = False,
         whole_after_each_pass: bool = False,
+        replayed: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self._model = model
@@ -59,7 +61,7 @@ class MegatronCapture:
         self._names, self._salts = tuple(names or ()), tuple(salts or ())
         self._vocab = vocab
         self._routes = wanted(routes, route_weights, self.chunks[0].moe_layers)
-        self._live = whole_after_each_pass
+        self._live, self._replayed = whole_after_each_pass, replayed
         self._exit = ExitStack()
         self._open: list[ChunkCapture] = []
 
@@ -68,6 +70,8 @@ class MegatronCapture:
         info = _describe(self.chunks[0], place, self._label, self.points, self._vocab)
         if self._routes is not None:
             info = replace(info, routes=self._routes.kind)
+        elif self._replayed:
+            info = replace(info, routes="forced")
         self._before = fingerprints(self._model, vocab=self._vocab)
         with ExitStack() as stack:
             for chunk in self.chunks:

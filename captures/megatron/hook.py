@@ -123,6 +123,7 @@ class LiveRound:
             label=_label(),
             vocab=getattr(args, "vocab_size", None),
             whole_after_each_pass=True,
+            replayed=bool(getattr(args, "use_rollout_routing_replay", False)),
         )
         capture.__enter__()
         self._running = capture

@@ -60,7 +60,8 @@ class JobScores:
         wanted = np.flatnonzero(after >= 0)
         token = rows.take(after[wanted])
         at = find(scored, token.sequence, token.position)
-        same = (at >= 0) & (scored.token[at] == token.token)
+        same = at >= 0
+        same[same] = scored.token[at[same]] == token.token[same]
         found[wanted[same]] = logprob[at[same]]
         if self._problem or same.all():
             return found, self._problem

@@ -87,6 +87,9 @@ def lived(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
             env={"LAYERBISECT_TAIL": str(folder / "job")},
             args={"use_routing_replay": True},
         ),
+        "rollout routes": step(
+            "rollout-routes", [*ROUND, "train"], args={"use_rollout_routing_replay": True}
+        ),
         "at exit": step("at-exit", [*ROUND, "exit"]),
     }
     (results,) = run_job({"model": str(model), "steps": list(steps.values())})
@@ -175,6 +178,11 @@ def test_a_tail_that_cannot_be_run_leaves_the_capture(lived: dict[str, Any]) -> 
         folder = lived["folder"] / name.replace(" ", "-")
         assert Capture.open(folder).finished
         assert not folder.with_name(f"{folder.name}.carried.json").exists()
+
+
+def test_routes_that_the_job_replays_are_told_from_the_model_s_own(lived: dict[str, Any]) -> None:
+    assert Capture.open(lived["folder"] / "rollout-routes").info.routes == "forced"
+    assert Capture.open(lived["folder"] / "job").info.routes == "own"
 
 
 def test_the_end_of_the_process_ends_the_round(lived: dict[str, Any]) -> None:

@@ -130,7 +130,8 @@ def test_the_job_computes_the_same_bits(lived: Lived) -> None:
     for name in ("rollout", "trainer"):
         capture = Capture.open(lived.folder / name)
         assert capture.finished and not capture.problems
-        assert len(capture.rows) == sum(map(len, TOKENS))
+        # replicas that share experts pad to one length
+        assert len(capture.rows) >= sum(map(len, TOKENS))
 
 
 @pytest.mark.parametrize("side", ["rollout", "trainer"])
