@@ -56,6 +56,16 @@ class SideCulprits:
         A few wrong tensors that are seen to make their operators err are these operators' faults.
         """
         owners = self.weights.owners(self.side.label)
+        # where weights are wrong, others that err too and of which no process held all are as well
+        layers = {layer for layer, _ in owners} - {None}
+        compared = {owner(name) for name in self.side.capture.info.fingerprints}
+        owners |= {
+            place
+            for e in found
+            if e.layer in layers
+            and (operator := _operator(e)) in WEIGHTED
+            and (place := (e.layer, operator)) not in compared
+        }
         explained = {(e.layer, e.operator) for e in found}
         # a stretch of several operators holds all weights of its layer
         whole = {e.layer for e in found if _operator(e) is None}

@@ -13,6 +13,7 @@ import torch
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.bisect.weight_evidence import owner
+from layerbisect.captures.store import Capture
 from layerbisect.fault_tools import forward_replaced
 from tests.bisect.conftest import Clean
 from tests.bisect.making import Fault, rewrite
@@ -171,6 +172,22 @@ def test_a_stage_with_stale_weights_is_one_culprit(
     assert first.where == "3 of 4 layers, 1 the first" and first.layer is None
     # a wrong rotation of queries that are wrong already cannot be told apart
     assert len(verdict.culprits) == 1
+
+
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+def test_a_stale_layer_of_which_ranks_hold_shards_is_one_culprit(
+    clean: Clean, side: str, tmp_path: Path
+) -> None:
+    engine = clean.engines[side]
+    with stale(engine.model, ["layers.2."], 0.05):
+        made = engine.capture(tmp_path / "stale", clean.tokens)
+    # under tensor parallelism no rank holds more than norms and routers whole
+    held = Capture.open(made).info.fingerprints
+    whole = {n: digest for n, digest in held.items() if "norm" in n or ".gate." in n}
+    made = rewrite(made, tmp_path / "sharded", info={"fingerprints": whole})
+    given = {"rollout": clean.rollout, "trainer": clean.trainer} | {side: made}
+    verdict = bisect(given["rollout"], given["trainer"], model=clean.model)
+    assert [(c.layer, c.operator, c.side) for c in verdict.culprits] == [(2, "weights", side)]
 
 
 def test_two_wrong_tensors_are_two_operators_faults(clean: Clean, tmp_path: Path) -> None:
