@@ -199,7 +199,8 @@ class Capture:
         try:
             whole = assemble(pieces, len(index))
         except CaptureError as error:
-            raise CaptureError(f"{self.directory}: {point}: {error}") from None
+            known = f" (known of this capture: {self.problems[0]})" if self.problems else ""
+            raise CaptureError(f"{self.directory}: {point}: {error}{known}") from None
         for sentence in whole.disagreements:
             self.replica_findings.setdefault(point, sentence)
         return whole.values

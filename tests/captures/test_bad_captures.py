@@ -389,7 +389,9 @@ def test_a_missing_rank_of_a_sharded_point_is_refused(write_capture: WriteCaptur
         edit_record(directory / f"rank-{rank}" / FIRST, "layerbisect.tensors", cut)
     assert Capture.open(directory).read(POINT).shape == (6, 16)
     shutil.rmtree(directory / "rank-1")
-    assert f"{POINT}: shards do not tile it: 50% of the values are on no rank" in refused(directory)
+    sentence = refused(directory)
+    assert f"{POINT}: shards do not tile it: 50% of the values are on no rank" in sentence
+    assert sentence.endswith("(known of this capture: ranks [1] of 2 wrote nothing)")
 
 
 def test_ranks_of_different_captures_are_refused(write_capture: WriteCapture) -> None:
