@@ -101,3 +101,10 @@ def train_with_recomputation(rank: Rank, step: dict[str, Any]) -> dict[str, Any]
         chunk.eval()
         chunk.zero_grad(set_to_none=True)
     return {"calls of the first layer": len(calls)}
+
+
+def load_weights(rank: Rank, step: dict[str, Any]) -> None:
+    """Load the weights of another checkpoint, the directory ``model``, and keep them."""
+    from layerbisect.captures.megatron.weights import load_checkpoint
+
+    load_checkpoint(rank.chunks, step["model"])

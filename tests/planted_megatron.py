@@ -197,14 +197,16 @@ class _Fault:
     def experts_swapped(self, layer: Any) -> None:
         import torch
 
-        if 0 not in layer.mlp.local_expert_indices:
+        number = int(self.of(0))
+        if number not in layer.mlp.local_expert_indices:
             return
         experts = layer.mlp.experts
-        if len(experts.local_experts) < 2:
-            raise ValueError("a rank has one expert, which cannot be swapped: use fewer ranks")
-        first, second, *others = experts.local_experts
-        swapped = torch.nn.ModuleList([second, first, *others])
-        self._meanwhile(experts, experts, "local_experts", swapped)
+        order = list(experts.local_experts)
+        at = layer.mlp.local_expert_indices.index(number)
+        if at + 1 == len(order):
+            raise ValueError(f"expert {number} is its rank's last, and the next is on another rank")
+        order[at], order[at + 1] = order[at + 1], order[at]
+        self._meanwhile(experts, experts, "local_experts", torch.nn.ModuleList(order))
 
     def gate_up_swapped(self, layer: Any) -> None:
         import torch

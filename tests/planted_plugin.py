@@ -230,9 +230,13 @@ class Planter:
     def _experts_swapped(self, model: Any, layer: Any) -> None:
         import torch
 
+        first = int(self.fault.of(0))
+        second = first + 1
+
         def faulty(original: Callable[..., Any], x: Any, routed: Any, *args: Any, **kw: Any) -> Any:
             ids = routed.topk_ids
-            swapped = torch.where(ids == 0, 1, torch.where(ids == 1, 0, ids)).to(ids.dtype)
+            swapped = torch.where(ids == first, second, torch.where(ids == second, first, ids))
+            swapped = swapped.to(ids.dtype)
             return original(x, routed._replace(topk_ids=swapped), *args, **kw)
 
         self._replace(layer.mlp.experts, "forward", faulty)
