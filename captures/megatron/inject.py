@@ -14,6 +14,7 @@ from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.megatron.call import read_call, scattered
 from layerbisect.captures.megatron.model import Chunk, unwrap
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.problems import Problems
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.vocab_scores import find
 
@@ -45,15 +46,7 @@ class Injection:
 
     replaced: int = 0
     unknown: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Keep an error of ours from the model: other ranks would wait for this one for ever."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever our hook does, the forward goes on
-            self.problems.append(f"{type(error).__name__}: {error}")
+    problems: Problems = field(default_factory=Problems)
 
 
 @contextmanager
@@ -108,7 +101,7 @@ class _ChunkInjection:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._plan = None
-        with self._done.guarded():
+        with self._done.problems.noted():
             call = read_call(model, args, kwargs, self._place.context)
             if isinstance(call, str):
                 raise LayerBisectError(call)
@@ -135,14 +128,14 @@ class _ChunkInjection:
     def _before(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        with self._done.guarded():
+        with self._done.problems.noted():
             if args:
                 return (self._replaced(args[0]), *args[1:]), kwargs
             return args, kwargs | {"hidden_states": self._replaced(kwargs["hidden_states"])}
         return None
 
     def _after(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        with self._done.guarded():
+        with self._done.problems.noted():
             if isinstance(output, tuple):
                 return (self._replaced(output[0]), *output[1:])
             return self._replaced(output)
@@ -156,6 +149,8 @@ class _ChunkInjection:
             # another call of the layer within one of the model, or a call that could not be read
             raise LayerBisectError("the layer was called with rows that are not known")
         grid, index, at = plan
+        if not len(index):
+            return stream
         flat = stream.reshape(grid, -1).clone()
         values = torch.from_numpy(np.ascontiguousarray(self._states.values[at]))
         place = torch.from_numpy(index).to(flat.device)

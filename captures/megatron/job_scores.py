@@ -15,6 +15,7 @@ from layerbisect.captures.megatron.call import Call, read_call
 from layerbisect.captures.megatron.chunk import held_vocabulary
 from layerbisect.captures.megatron.model import Chunk
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.problems import Problems
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.vocab_scores import ShardScores, combine, find, shard_scores
 
@@ -22,16 +23,19 @@ from layerbisect.captures.vocab_scores import ShardScores, combine, find, shard_
 class JobScores:
     """Scores the calls of a job's last stage; ranks without it have nothing to do.
 
-    ``vocab`` is as :class:`layerbisect.captures.megatron.capture.MegatronCapture` has it.
+    ``vocab`` is as :class:`layerbisect.captures.megatron.capture.MegatronCapture` has it, and
+    ``problems`` gets what went wrong.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], place: Place, vocab: int | None) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], place: Place, vocab: int | None, problems: Problems
+    ) -> None:
         self._last = next((chunk for chunk in chunks if chunk.model.post_process), None)
         self._place, self._vocab = place, vocab
         self._sequences = 0
         self._call: Call | None = None
         self._parts: list[ShardScores] = []
-        self._problem = ""
+        self._problems = problems
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -45,27 +49,32 @@ class JobScores:
                 stack.callback(score.remove)
             yield
 
-    def of(self, rows: Rows) -> tuple[NDArray[np.float64], str]:
-        """Look up the log-prob (float64 [row], nat) of the token after each row, and what failed.
+    def of(self, rows: Rows) -> NDArray[np.float64]:
+        """Look up the log-prob (float64 [row], nat) of the token after each row.
 
         All ranks of the last stage call this together; ``rows.sequence`` counts sequences over the
         calls, from 0. Where a row is its sequence's last, and on other stages, it is nan.
         """
         found = np.full(len(rows), np.nan)
         if self._last is None:
-            return found, ""
-        parts = self._gathered([part.resolved(rows) for part in self._parts])
-        scored, logprob, _ = combine(parts)
-        after = find(rows, rows.sequence, rows.position + np.int32(1))
-        wanted = np.flatnonzero(after >= 0)
-        token = rows.take(after[wanted])
-        at = find(scored, token.sequence, token.position)
-        same = at >= 0
-        same[same] = scored.token[at[same]] == token.token[same]
-        found[wanted[same]] = logprob[at[same]]
-        if self._problem or same.all():
-            return found, self._problem
-        return found, f"{int((~same).sum())} of {len(wanted)} tokens were not scored"
+            return found
+        mine: list[ShardScores] = []
+        with self._problems.noted():
+            mine = [part.resolved(rows) for part in self._parts]
+        everyone = self._gathered(mine)
+        with self._problems.noted():
+            scored, logprob, _ = combine(everyone)
+            after = find(rows, rows.sequence, rows.position + np.int32(1))
+            wanted = np.flatnonzero(after >= 0)
+            token = rows.take(after[wanted])
+            at = find(scored, token.sequence, token.position)
+            same = at >= 0
+            same[same] = scored.token[at[same]] == token.token[same]
+            found[wanted[same]] = logprob[at[same]]
+            if not same.all():
+                lacking = int((~same).sum())
+                raise LayerBisectError(f"{lacking} of {len(wanted)} tokens were not scored")
+        return found
 
     def _gathered(self, mine: list[ShardScores]) -> list[ShardScores]:
         if self._place.tensor[1] * self._place.context[1] == 1:
@@ -80,21 +89,19 @@ class JobScores:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
-        try:
+        with self._problems.noted():
             call = read_call(model, args, kwargs, self._place.context)
             if isinstance(call, str):
                 raise LayerBisectError(call)
             rows = replace(call.rows, sequence=call.rows.sequence + np.int32(self._sequences))
             self._sequences += call.sequences
             self._call = replace(call, rows=rows)
-        except Exception as error:  # noqa: BLE001 - the other ranks would wait for this one
-            self._problem = f"{type(error).__name__}: {error}"
 
     def _score(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         call, self._call = self._call, None
         if call is None:
             return
-        try:
+        with self._problems.noted():
             import torch
 
             logits = output[0] if isinstance(output, tuple) else output
@@ -109,5 +116,3 @@ class JobScores:
             self._parts.append(
                 shard_scores(flat.index_select(0, index), held, call.rows, call.after, open_end)
             )
-        except Exception as error:  # noqa: BLE001
-            self._problem = f"{type(error).__name__}: {error}"

@@ -24,6 +24,7 @@ from layerbisect.captures.megatron.inject import Injection, States, injected
 from layerbisect.captures.megatron.job_scores import JobScores
 from layerbisect.captures.megatron.model import Chunk, unwrap
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.problems import Problems
 from layerbisect.captures.points import boundary
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.store import Capture
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 Forward = Callable[[Sequence[Sequence[int]]], None]
 """Runs these token sequences forward through the job's own pipeline, in their order, each once."""
+
+_NONE = States(Rows.empty(), np.empty((0, 0)))
 
 
 class LiveTail:
@@ -138,24 +141,27 @@ class LiveTail:
         Returns log-probs (float64 [flat], nat) of each place's next token: nan where there is none,
         and on all ranks but those of the last stage.
         """
-        scores = JobScores(self._chunks, self._place, self._vocab)
+        problems = Problems()
+        scores = JobScores(self._chunks, self._place, self._vocab, problems)
         injection = Injection()
+        states = _NONE
+        if layer is not None:
+            with problems.noted():
+                states = self._states(layer)
         with ExitStack() as stack:
             if layer is not None:
-                states = self._states(layer)
                 injection = stack.enter_context(injected(self._model, layer, states))
             stack.enter_context(scores.hooked())
             self._forward(self.sequences)
         self.forwards += 1
-        found, problem = scores.of(self._rows)
-        if problem:
-            injection.problems.append(problem)
+        found = scores.of(self._rows)
+        injection.problems.extend(problems)
         return found, injection
 
     def _states(self, layer: int) -> States:
         held = any(min(layer, self._layers - 1) in chunk.layers for chunk in self._chunks)
         if not held:
-            return States(Rows.empty(), np.empty((0, 0)))
+            return _NONE
         return States(self._rows, self._rollout.read(boundary(layer, self._layers), self._index))
 
     def _agreed(self, layer: int | None, size: NDArray[np.float64], injection: Injection) -> float:
@@ -165,13 +171,14 @@ class LiveTail:
         known = size[np.isfinite(size)] if scorer and first and place.data[0] == 0 else size[:0]
         # under sequence parallelism each rank has rows of its own, else all have the same
         counts = place.data[0] == 0 and (place.sequence_parallel or place.tensor[0] == 0)
-        total, tokens, replaced, problems = _summed(
+        total, tokens, replaced, problems = _reduced(
             [
                 float(known.sum()),
                 float(len(known)),
                 float(injection.replaced if counts else 0),
                 float(len(injection.problems)),
             ],
+            "SUM",
             self._chunks,
         )
         where = "the trainer's own forward" if layer is None else f"boundary {layer}"
@@ -211,7 +218,7 @@ def live_carried_gap(
     except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
         failed = error
     mine = float(tail.fingerprint if tail else 0)
-    ready, least, most = _least([float(tail is not None), mine, -mine], unwrap(model))
+    ready, least, most = _reduced([float(tail is not None), mine, -mine], "MIN", unwrap(model))
     if failed is not None:
         raise failed
     assert tail is not None
@@ -222,15 +229,8 @@ def live_carried_gap(
     return tail.carried_gap(mode)
 
 
-def _summed(values: Sequence[float], chunks: Sequence[Chunk]) -> list[float]:
-    return _reduced(values, chunks, "SUM")
-
-
-def _least(values: Sequence[float], chunks: Sequence[Chunk]) -> list[float]:
-    return _reduced(values, chunks, "MIN")
-
-
-def _reduced(values: Sequence[float], chunks: Sequence[Chunk], how: str) -> list[float]:
+def _reduced(values: Sequence[float], how: str, chunks: Sequence[Chunk]) -> list[float]:
+    """Add numbers up over all ranks of the job (``SUM``), or take the least of each (``MIN``)."""
     import torch
     from torch import distributed
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from layerbisect.captures.megatron.hook import before_log_prob
@@ -106,6 +107,7 @@ def refused_carry(rank: Rank, step: dict[str, Any]) -> str:
     """Say what a rank is told where the states cannot be carried.
 
     ``only``: the rank that sees ``rollout``. ``skip``: how many sequences a forward leaves out.
+    ``unread``: a rank that can open ``rollout``, and not read its points.
     """
     rollout = step["rollout"]
     if step.get("only", rank.number) != rank.number:
@@ -116,10 +118,16 @@ def refused_carry(rank: Rank, step: dict[str, Any]) -> str:
         calls.append(1)
         run(sequences[step.get("skip", 0) :])
 
-    try:
-        live_carried_gap(rank.chunks, rollout, odd, vocab=step["vocab"])
-    except Exception as error:
-        return f"{len(calls)} forwards, {type(error).__name__}: {error}"
+    def read(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if step.get("unread") == rank.number:
+            patch.setattr(Capture, "read", read)
+        try:
+            live_carried_gap(rank.chunks, rollout, odd, vocab=step["vocab"])
+        except Exception as error:
+            return f"{len(calls)} forwards, {type(error).__name__}: {error}"
     return "carried"
 
 

@@ -16,6 +16,7 @@ from layerbisect.captures.megatron.job_scores import JobScores
 from layerbisect.captures.megatron.model import unwrap
 from layerbisect.captures.megatron.pipeline import pipeline_forward
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.problems import Problems
 from layerbisect.captures.rows import Rows
 from tests.captures.megatron.calling import Packed, cumulated, megatron_core, share_of_pack
 from tests.captures.megatron.small_gpt import GPTModel
@@ -47,7 +48,8 @@ def test_ranks_score_together(lengths: list[int], context: int, tensor: int, see
     for rank in range(context * tensor):
         place = Place(tensor=(rank % tensor, tensor), context=(rank // tensor, context))
         model = GPTModel(PADDED)
-        scores = JobScores(unwrap(model), place, VOCAB)
+        problems = Problems()
+        scores = JobScores(unwrap(model), place, VOCAB, problems)
         with scores.hooked():
             for tokens, logits in zip(sequences, streams, strict=True):
                 room = len(logits)
@@ -57,27 +59,27 @@ def test_ranks_score_together(lengths: list[int], context: int, tensor: int, see
                 ids = torch.tensor([[*tokens, *[0] * (room - len(tokens))]])[:, held]
                 packed = Packed(cumulated([room]))
                 model(ids, None, None, packed_seq_params=packed)
-        ranks.append(scores)
-    everyone = [part.resolved(rows) for scores in ranks for part in scores._parts]
+        ranks.append((scores, problems))
+    everyone = [part.resolved(rows) for scores, _ in ranks for part in scores._parts]
     wanted = np.full(len(rows), np.nan)
     for row, (s, p) in enumerate(zip(rows.sequence, rows.position, strict=True)):
         if p + 1 < lengths[s]:
             whole = torch.log_softmax(streams[s][p, :VOCAB], -1)
             wanted[row] = whole[sequences[s][p + 1]]
-    for scores in ranks:
+    for scores, problems in ranks:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scores, "_gathered", lambda mine: everyone)
-            found, problem = scores.of(rows)
-        assert problem == ""
+            found = scores.of(rows)
+        assert problems == []
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def scored(model: Any, call: Any, rows: Rows) -> tuple[list[float], str]:
-    scores = JobScores(unwrap(model), Place(), VOCAB)
+    problems = Problems()
+    scores = JobScores(unwrap(model), Place(), VOCAB, problems)
     with scores.hooked():
         call()
-    found, problem = scores.of(rows)
-    return found.tolist(), problem
+    return scores.of(rows).tolist(), problems[0]
 
 
 def test_what_was_not_scored_is_told() -> None:
@@ -85,11 +87,11 @@ def test_what_was_not_scored_is_told() -> None:
     model = GPTModel(PADDED)
     model.logits, model.stream = torch.zeros(2, 1, PADDED), torch.zeros(2, 1, 1)
     found, problem = scored(model, lambda: model(torch.tensor([[3, 4]]), None, None), rows)
-    assert problem == "1 of 2 tokens were not scored"
+    assert problem == "LayerBisectError: 1 of 2 tokens were not scored"
     assert found[0] == pytest.approx(-np.log(VOCAB)) and np.isnan(found[1:]).all()
     # the sequence that was asked for has another second token
     _, problem = scored(model, lambda: model(torch.tensor([[3, 5]]), None, None), rows)
-    assert problem == "2 of 2 tokens were not scored"
+    assert problem == "LayerBisectError: 2 of 2 tokens were not scored"
     _, problem = scored(model, lambda: model(None, None, None), rows)
     assert "a call without input_ids" in problem
     model.logits = torch.zeros(2, 1, 5)

@@ -33,6 +33,7 @@ LAYOUTS = {
     "pp2": Layout(pipeline=2),
     "ep2": Layout(expert=2),
     "pp2 ep2": Layout(pipeline=2, expert=2),
+    "pp2 in two chunks": Layout(pipeline=2, virtual=2),
 }
 
 SWAPPED = 5
@@ -113,6 +114,7 @@ def lived(
         },
         "alone again": {"do": f"{STEPS}refused_carry", **rollout, "only": 0},
         "fewer": {"do": f"{STEPS}refused_carry", **rollout, "skip": 1},
+        "unread": {"do": f"{STEPS}refused_carry", **rollout, "unread": 0},
     }  # fmt: skip
     job = {"model": str(rollouts.model), "steps": list(steps.values())}
     results = run_job(job, LAYOUTS[request.param])
@@ -161,7 +163,20 @@ def test_a_search_finds_what_a_scan_does_whatever_runs_the_forwards(lived: Lived
 def test_nothing_is_read_out_of_a_forward_of_other_sequences(lived: Lived) -> None:
     for rank in lived.ranks:
         assert rank["fewer"].startswith("1 forwards, LayerBisectError: the trainer's own forward")
-        assert re.search(r"was not read out: (\d+ of 94 tokens|see the log)", rank["fewer"])
+        assert re.search(
+            r"was not read out: (LayerBisectError: \d+ of 94|see the log)", rank["fewer"]
+        )
+
+
+def test_a_rank_that_cannot_read_states_keeps_no_other_waiting(lived: Lived) -> None:
+    first, *others = [rank["unread"] for rank in lived.ranks]
+    assert first == (
+        "2 forwards, LayerBisectError: boundary 0 was not read out: OSError: the disk is gone"
+    )
+    for other in others:
+        assert other == (
+            "2 forwards, LayerBisectError: boundary 0 was not read out: see the log of other ranks"
+        )
 
 
 def test_no_rank_begins_where_another_cannot(lived: Lived) -> None:
