@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.scores import logprobs_of
+from layerbisect.captures.transformers_calls import cache_name
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ def _decode(
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     step = chunk or first
     cuts = [*range(0, first, step), *range(first, width), width]
-    cache = DynamicCache(config=model.config)
+    held = {cache_name(model): DynamicCache(config=model.config)}
     values = np.zeros((len(token_ids), width - first))
 
     def on_device(array: NDArray[np.int64]) -> torch.Tensor:
@@ -95,8 +96,8 @@ def _decode(
             # without padding there is nothing to mask, and engines take their unmasked path
             attention_mask=on_device(mask[:, :stop]) if not mask.all() else None,
             position_ids=on_device(positions[:, start:stop]),
-            past_key_values=cache,
             use_cache=True,
+            **held,
         ).logits
         if first <= stop < width:
             values[:, stop - first] = logprobs_of(logits[:, -1], ids[:, stop].copy())

@@ -12,11 +12,30 @@ from numpy.typing import NDArray
 
 from layerbisect.captures import kv_lanes
 from layerbisect.captures.batch import Batch
+from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.format import Phase
 from layerbisect.captures.lanes import Fed, Lane, Names, feed
 
 if TYPE_CHECKING:
     import torch
+
+_OLD_CACHE_NAME = "past_key_values"
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """What ``model``'s forward calls its KV cache, as an argument and in its output.
+
+    transformers renamed ``past_key_values`` to ``cache`` in 5.24. Raises LayerBisectError for a
+    model, or a wrapper around one (DDP, PEFT), that takes neither.
+    """
+    for module in model.modules():
+        for name in ("cache", _OLD_CACHE_NAME):
+            if name in inspect.signature(module.forward).parameters:
+                return name
+    raise LayerBisectError(
+        f"the forward of {type(model).__name__} takes neither cache nor {_OLD_CACHE_NAME}; "
+        "give a causal language model of transformers"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +63,13 @@ def read_call(
     """Read a call of a causal language model, or say in a sentence why it cannot be."""
     given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
+    # transformers still takes the old name beside the new one, which goes first
+    cache = given.get(cache_name(model), given.get(_OLD_CACHE_NAME))
     ids: torch.Tensor | None = given.get("input_ids")
     if ids is None:
         return "a call with inputs_embeds has no token IDs and was not recorded; pass input_ids"
     token = ids.detach().reshape(-1, ids.shape[-1]).cpu().numpy().astype(np.int64)
     lanes_count, width = token.shape
-    cache = given.get("past_key_values")
     past = kv_lanes.held(cache)
     problems: list[str] = []
     seen, valid = _valid(given.get("attention_mask"), lanes_count, past, width, problems)
@@ -61,7 +81,7 @@ def read_call(
     restart = valid & (position == 0)
     # left padding shifts the default positions, so 0 there is not where a sequence begins
     fed = feed(before, token, valid, restart, names)
-    if len(fed.leaves_open) < len(fed.sequences) and _attends_across(model, given):
+    if len(fed.leaves_open) < len(fed.sequences) and _attends_across(model, given, cache):
         problems.append(
             "sequences packed into one row attended to each other: call the model with "
             "position_ids that restart, use_cache=False and no attention_mask"
@@ -104,7 +124,7 @@ def _positions(ids: Any, lanes: int, past: int, width: int) -> NDArray[np.int64]
     return np.broadcast_to(default, (lanes, width))
 
 
-def _attends_across(model: Any, given: Mapping[str, Any]) -> bool:
+def _attends_across(model: Any, given: Mapping[str, Any], cache: Any) -> bool:
     """Whether transformers gave packed sequences an ordinary causal mask; flash takes position_ids.
 
     It separates them only without a mask and without a cache, and makes a cache by default.
@@ -115,7 +135,7 @@ def _attends_across(model: Any, given: Mapping[str, Any]) -> bool:
     if use_cache is None:
         checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
         use_cache = model.config.use_cache and not checkpointing
-    cached = given.get("past_key_values") is not None or bool(use_cache)
+    cached = cache is not None or bool(use_cache)
     return cached or given.get("attention_mask") is not None
 
 

@@ -23,7 +23,7 @@ from layerbisect.captures.routes import wanted as wanted_routes
 from layerbisect.captures.scores import Pending, score_pass
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
-from layerbisect.captures.transformers_calls import Call, read_call
+from layerbisect.captures.transformers_calls import Call, cache_name, read_call
 from layerbisect.captures.transformers_routes import forced_gates, keys_of
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class ModelCapture:
         with self._recorder.guarded("ending a call"):
             if self._forcing is not None:
                 self._forcing.end()
-            cache = call.cache if call.cache is not None else _cache_of(output)
+            cache = call.cache if call.cache is not None else _cache_of(model, output)
             if cache is not None:
                 kv_lanes.remember(cache, self._after)
         self._recorder.end()
@@ -187,9 +187,9 @@ class ModelCapture:
         self._after = tuple(lanes)
 
 
-def _cache_of(output: Any) -> Any:
+def _cache_of(model: Any, output: Any) -> Any:
     if not isinstance(output, tuple):
-        return getattr(output, "past_key_values", None)
+        return getattr(output, cache_name(model), None)
     return next((item for item in output if hasattr(item, "get_seq_length")), None)
 
 

@@ -72,15 +72,17 @@ def _engine(directory: Path, name: Side) -> Any:
 def _sample(engine: Any, news: Progress) -> list[TokenSequence]:
     """Let the model answer prompts of random tokens, at temperature 1."""
     import torch
+    from transformers import DynamicCache
+
+    from layerbisect.captures.transformers_calls import cache_name
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(engine.config.vocab_size, (SEQUENCES, PROMPT), generator=generator)
     news.start("sampling tokens", LENGTH - PROMPT)
-    cache, fed = None, tokens
+    held, fed = {cache_name(engine): DynamicCache(config=engine.config)}, tokens
     with torch.no_grad():
         for done in range(1, LENGTH - PROMPT + 1):
-            out = engine(input_ids=fed, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = engine(input_ids=fed, use_cache=True, **held)
             chances = out.logits[:, -1].float().softmax(-1)
             fed = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, fed), 1)

@@ -20,6 +20,7 @@ from layerbisect.captures.routes import IDS, WEIGHTS, Routes
 from layerbisect.captures.rows import PrefixKeys, Rows
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
+from layerbisect.captures.transformers_calls import cache_name
 from layerbisect.captures.transformers_capture import capture
 from layerbisect.captures.writer import CaptureWriter
 from layerbisect.cli import main
@@ -162,9 +163,10 @@ def test_decode_steps_and_packed_sequences_find_whole_sequences(
     model: Any, odd: Capture, tmp_path: Path
 ) -> None:
     with capture(model, tmp_path / "d", points=ROUTED, routes=odd), torch.no_grad():
+        held = cache_name(model)
         out = model(input_ids=TOKENS[:, :17], use_cache=True)
         for step in range(17, 20):
-            out = model(input_ids=TOKENS[:, step : step + 1], past_key_values=out.past_key_values)
+            out = model(input_ids=TOKENS[:, step : step + 1], **{held: out[held]})
     positions = torch.arange(20).repeat(2)[None]
     with capture(model, tmp_path / "p", points=ROUTED, routes=odd), torch.no_grad():
         model(input_ids=TOKENS.reshape(1, -1), position_ids=positions, use_cache=False)

@@ -16,6 +16,7 @@ from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
+from layerbisect.captures.transformers_calls import cache_name
 from layerbisect.captures.transformers_capture import capture
 
 VOCAB = 512
@@ -184,7 +185,7 @@ def test_a_static_cache(
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad(), capture(model, tmp_path / "c", points=POINTS):
         for start, stop in ((0, 9), (9, 10), (10, 20)):
-            model(input_ids=ids[:, start:stop], past_key_values=cache)
+            model(input_ids=ids[:, start:stop], **{cache_name(model): cache})
     taken = Capture.open(tmp_path / "c")
     assert len(taken.rows) == 20
     _same_rows(taken, plain)
@@ -277,14 +278,14 @@ def test_a_changed_cache_is_recognised(
     ids = torch.randint(1, VOCAB, (2, 10), generator=torch.Generator().manual_seed(3))
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), capture(model, tmp_path / "c", points=POINTS):
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{cache_name(model): cache})
         kept = change(cache)
         batch = kept.layers[0].keys.shape[0]
         for start in (0, 4):
             more = torch.arange(start + 1, start + 1 + 4 * batch).reshape(batch, 4)
-            model(input_ids=more, past_key_values=kept)
+            model(input_ids=more, **{cache_name(model): kept})
         if kept is not cache:
-            model(input_ids=ids[:, :3], past_key_values=cache)
+            model(input_ids=ids[:, :3], **{cache_name(model): cache})
     taken = Capture.open(tmp_path / "c")
     _rows_agree_with(model, taken, tmp_path / "again")
 
@@ -292,14 +293,34 @@ def test_a_changed_cache_is_recognised(
 def test_a_cache_from_elsewhere_has_no_known_prefix(model: Any, tmp_path: Path) -> None:
     ids = torch.randint(1, VOCAB, (2, 10), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        cache = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+        cache = model(input_ids=ids[:, :6], use_cache=True)[cache_name(model)]
         with pytest.warns(CaptureWarning, match="filled outside of the capture"):
             with capture(model, tmp_path / "c", points=POINTS):
-                model(input_ids=ids[:, 6:8], past_key_values=cache)
-                model(input_ids=ids[:, 8:], past_key_values=cache)
+                model(input_ids=ids[:, 6:8], **{cache_name(model): cache})
+                model(input_ids=ids[:, 8:], **{cache_name(model): cache})
     taken = Capture.open(tmp_path / "c")
     assert taken.rows.position.tolist() == [6, 7, 6, 7, 8, 9, 8, 9]
     assert not taken.keys.known.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+def test_a_cache_is_found_under_its_old_name(
+    model: Any, sequences: list[list[int]], plain: Capture, tmp_path: Path
+) -> None:
+    # transformers warns of it from 5.24 on, and takes it
+    ids = torch.tensor([sequences[0]])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), capture(model, tmp_path / "c", points=POINTS):
+        for start, stop in ((0, 5), (5, 12)):
+            model(input_ids=ids[:, start:stop], past_key_values=cache)
+    taken = Capture.open(tmp_path / "c")
+    assert taken.rows.position.tolist() == list(range(12))
+    _same_rows(taken, plain)
+
+
+def test_a_model_that_takes_no_cache_is_refused() -> None:
+    with pytest.raises(LayerBisectError, match="forward of Linear takes neither cache nor past_"):
+        cache_name(torch.nn.Linear(2, 2))
 
 
 def test_a_cache_of_an_earlier_capture_goes_on(
@@ -309,11 +330,11 @@ def test_a_cache_of_an_earlier_capture_goes_on(
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         with capture(model, tmp_path / "one", points=POINTS):
-            model(input_ids=ids[:, :8], past_key_values=cache)
+            model(input_ids=ids[:, :8], **{cache_name(model): cache})
         with capture(model, tmp_path / "two", points=POINTS):
             # takes the name s0 first, so the cached sequence must not be called that
             model(input_ids=torch.tensor([sequences[1]]), use_cache=False)
-            model(input_ids=ids[:, 8:], past_key_values=cache)
+            model(input_ids=ids[:, 8:], **{cache_name(model): cache})
     taken = Capture.open(tmp_path / "two")
     assert [s.name for s in taken.sequences] == ["s0", "s0~1"]
     assert taken.rows.position[20:].tolist() == [8, 9, 10, 11]

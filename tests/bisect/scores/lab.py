@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from layerbisect.captures.transformers_calls import cache_name
+
 Precision = Literal["mixed", "bfloat16", "float16"]
 """bfloat16 operators on a float32 residual stream, or everything in one dtype. The natural gap of a
 small dense model is about 0.006, 0.017 and 0.0015 nat."""
@@ -143,8 +145,8 @@ class Lab:
                 ids,
                 position_ids=positions.clamp(min=0),
                 attention_mask=mask[:, None].to(stream),
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{cache_name(self.model): cache},
             ).last_hidden_state
         found: torch.Tensor = hidden.float() @ self.model.lm_head.weight.float().T
         return found

@@ -34,7 +34,9 @@ class Scored:
 def score(model_dir: Path, responses: int = 64, prompt: int = 24, length: int = 128) -> Scored:
     """Sample responses with a small model, sharpened, and score them."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from layerbisect.captures.transformers_calls import cache_name
 
     def load(dtype: torch.dtype, attention: str) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -49,10 +51,9 @@ def score(model_dir: Path, responses: int = 64, prompt: int = 24, length: int = 
     engine = load(torch.bfloat16, "eager")
     ids = torch.randint(0, 512, (responses, prompt), generator=generator)
     with torch.no_grad():
-        cache, step = None, ids
+        held, step = {cache_name(engine): DynamicCache(config=engine.config)}, ids
         for _ in range(length):
-            out = engine(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = engine(input_ids=step, use_cache=True, **held)
             chances = out.logits[:, -1].float().softmax(-1)
             step = torch.multinomial(chances, 1, generator=generator)
             ids = torch.cat([ids, step], 1)
