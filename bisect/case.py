@@ -8,7 +8,7 @@ from layerbisect.bisect.join import Joined
 from layerbisect.bisect.progress import Progress
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
-from layerbisect.captures.points import all_points, parse
+from layerbisect.captures.points import all_points, is_large, parse
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
         inner = [
             point
             for name in all_points(config.num_layers, config.moe_layers)
-            if (point := parse(name)).layer is not None
+            if (point := parse(name)).layer is not None and not is_large(name)
         ]
         return len({p.layer for p in inner if not all(s.has(p.name) for s in self.sides)})
 

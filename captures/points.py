@@ -8,6 +8,10 @@ can be compared without knowing how either engine is written::
     layers.15.output  final_norm  logits  logprob
 
 Layers are numbered from 0 over the whole model, whatever pipeline stage holds them.
+
+``mlp.expert_in`` is what arrives at the expert of each slot, and ``mlp.expert_out`` what comes back
+from it, weighted: the slots add up to the routed part of ``mlp.out``. Their slots are those of
+``mlp.expert_ids`` in the same capture.
 """
 
 from __future__ import annotations
@@ -33,16 +37,26 @@ LAYER_DIMS: dict[str, tuple[str, ...]] = {
     "mlp.router_logits": ("row", "expert"),
     "mlp.expert_ids": ("row", "slot"),
     "mlp.expert_weights": ("row", "slot"),
+    "mlp.expert_in": ("row", "slot", "hidden"),
+    "mlp.expert_out": ("row", "slot", "hidden"),
     "mlp.out": ("row", "hidden"),
     "output": ("row", "hidden"),
 }
-MOE_SUFFIXES = ("mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights")
+MOE_SUFFIXES = (
+    "mlp.router_logits",
+    "mlp.expert_ids",
+    "mlp.expert_weights",
+    "mlp.expert_in",
+    "mlp.expert_out",
+)
 MODEL_DIMS: dict[str, tuple[str, ...]] = {
     "embed": ("row", "hidden"),
     "final_norm": ("row", "hidden"),
     "logits": ("row", "vocab"),
     "logprob": ("row",),
 }
+LARGE = ("logits", "mlp.expert_in", "mlp.expert_out")
+"""Points many times as large as the stream, which are only recorded where they are asked for."""
 
 COARSE = ("layers.*.input", "layers.*.output", "final_norm", "logprob")
 """Layer boundaries and scores: what a first capture holds."""
@@ -88,6 +102,11 @@ def all_points(num_layers: int, moe: bool | Sequence[int] = False) -> tuple[str,
     return (*names, "final_norm", "logits", "logprob")
 
 
+def is_large(name: str) -> bool:
+    """Say whether a point is one of `LARGE`."""
+    return parse(name).suffix in LARGE
+
+
 def boundary(layer: int, num_layers: int) -> str:
     """Name the residual stream at a layer boundary, 0 to ``num_layers``."""
     return f"layers.{layer}.input" if layer < num_layers else f"layers.{layer - 1}.output"
@@ -99,9 +118,8 @@ def select(
     """Expand patterns to the points of one model, in the order of computation.
 
     A pattern is a point name with ``*`` and ``?``, ``coarse`` (layer boundaries and scores),
-    ``all`` (everything but ``logits``, whose rows are as long as the vocabulary), or a layer such
-    as ``layers.9`` (all its points, and the stream that leaves it). Several are given as a sequence
-    or separated by commas.
+    ``all``, or a layer such as ``layers.9`` (its points, and the stream that leaves it). The last
+    two leave out what is `LARGE`. Several are given as a sequence or separated by commas.
     Raises LayerBisectError for a pattern that matches nothing.
     """
     wanted = patterns.split(",") if isinstance(patterns, str) else list(patterns)
@@ -122,11 +140,12 @@ def select(
 
 def _matching(pattern: str, every: Sequence[str]) -> list[str]:
     if pattern == "all":
-        return [name for name in every if name != "logits"]
+        return [name for name in every if not is_large(name)]
     if pattern == "coarse":
         return [name for name in every if any(fnmatch.fnmatchcase(name, c) for c in COARSE)]
     if match := re.fullmatch(r"layers\.(\d+)", pattern):
         # what the layer makes of its input is only seen where the next one starts
         after = f"layers.{int(match[1]) + 1}.input"
-        return [name for name in every if name.startswith(f"{pattern}.") or name == after]
+        inside = [n for n in every if n.startswith(f"{pattern}.") and not is_large(n)]
+        return inside + [name for name in every if name == after]
     return [name for name in every if fnmatch.fnmatchcase(name, pattern)]

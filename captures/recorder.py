@@ -194,6 +194,8 @@ class Recorder:
         rows = flat.index_select(0, index).to("cpu")
         if "channel" in point.dims:
             rows = rows.reshape(len(rows), -1, self._head_dim)
+        elif len(point.dims) > 2:
+            rows = rows.reshape(len(rows), *value.shape[1 - len(point.dims) :])
         return rows
 
     def score(self, scores: Scores) -> None:

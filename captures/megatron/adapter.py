@@ -12,7 +12,9 @@ attn.out            ``self_attention.linear_proj``, out: reduced           scatt
 mid                 ``pre_mlp_layernorm``, in                              scattered rows
 mlp.norm            ``pre_mlp_layernorm``, out                             scattered rows
 mlp.router_logits   ``mlp.router``: what its ``gating`` returns            scattered rows
-mlp.expert_*        ``mlp.router``, out: derived, by expert number         scattered rows
+mlp.expert_ids      ``mlp.router``, out: derived, by expert number         scattered rows
+mlp.expert_weights  ``mlp.router``, out: derived, by expert number         scattered rows
+mlp.expert_in, out  see captures/megatron/experts.py                       scattered rows
 mlp.out             ``mlp``, out: combined and reduced                     scattered rows
 layers.L-1.output   the last layer, out                                    scattered rows
 final_norm          ``decoder.final_layernorm``, out                       scattered rows

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import CaptureInfo
 from layerbisect.captures.megatron.chunk import ChunkCapture, Names
+from layerbisect.captures.megatron.experts import orders
 from layerbisect.captures.megatron.model import Chunk, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.weights import fingerprints
@@ -145,6 +146,7 @@ def _describe(
         parallel=dict(place.sizes),
         environment={
             **chunk.settings(),
+            **orders(chunk, place),
             "sequence_parallel": str(place.sequence_parallel),
             "torch": torch.__version__,
             "python": platform.python_version(),

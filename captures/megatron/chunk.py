@@ -12,7 +12,7 @@ import numpy as np
 from layerbisect.captures.batch import Batch, RowPart
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import SequenceInfo, TensorHeader
-from layerbisect.captures.megatron import adapter
+from layerbisect.captures.megatron import adapter, experts
 from layerbisect.captures.megatron.call import Call, read_call, scattered
 from layerbisect.captures.megatron.model import Chunk
 from layerbisect.captures.megatron.place import Place
@@ -96,9 +96,10 @@ class ChunkCapture:
                 stack.enter_context(method_wrapped(router, "gating", seen))
             if router is not None and self._forcing is not None:
                 stack.enter_context(self._forced(router, layer, self._forcing))
+        stack.enter_context(experts.recorded(self._chunk, self._place, recorder))
         stack.callback(recorder.detach)
         recorder.attach(model)
-        hidden = adapter.unseen(self._chunk)
+        hidden = adapter.unseen(self._chunk) | experts.unseen(self._chunk, self._place)
         self.writer.points_seen({n: s for n, s in hidden.items() if n in recorder.points})
 
     def _forced(self, router: Any, layer: int, forcing: Forcing) -> AbstractContextManager[None]:

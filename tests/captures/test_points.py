@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.points import LAYER_DIMS, MOE_SUFFIXES, all_points, parse, select
+from layerbisect.captures.points import LARGE, LAYER_DIMS, MOE_SUFFIXES, all_points, parse, select
 
 
 @given(st.integers(1, 80), st.booleans())
@@ -76,8 +76,24 @@ def test_presets() -> None:
         "logprob",
     )
     everything = select("all", 3, moe=True)
-    assert everything == tuple(n for n in all_points(3, moe=True) if n != "logits")
+    assert everything == tuple(n for n in all_points(3, moe=True) if parse(n).suffix not in LARGE)
     assert select("logits", 3) == ("logits",)
+
+
+def test_what_goes_in_and_out_of_experts_is_asked_for_by_name_or_pattern() -> None:
+    assert select("layers.1.mlp.expert_*", 2, moe=True) == (
+        "layers.1.mlp.expert_ids",
+        "layers.1.mlp.expert_weights",
+        "layers.1.mlp.expert_in",
+        "layers.1.mlp.expert_out",
+    )
+    assert parse("layers.1.mlp.expert_out").dims == ("row", "slot", "hidden")
+    for pattern in ("all", "layers.1"):
+        chosen = select(pattern, 2, moe=True)
+        assert "layers.1.mlp.expert_ids" in chosen
+        assert not [n for n in chosen if n.endswith(("expert_in", "expert_out"))]
+    with pytest.raises(LayerBisectError, match="no point matches"):
+        select("layers.*.mlp.expert_in", 2)
 
 
 def test_patterns_give_points_in_order_of_computation_whatever_their_own() -> None:
