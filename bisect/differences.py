@@ -24,9 +24,10 @@ def point_differences(
 ) -> tuple[PointDifference, ...]:
     """Compare both sides' values of each common point over the joined rows that both have.
 
-    Experts' numbers are compared as sets of the model's ``experts``, and their weights expert by
-    expert, for each engine has an order of slots of its own. A point whose rows have another shape
-    on the other side is wholly different. Raises LayerBisectError where that is the hidden size.
+    Experts' numbers are compared as sets of the model's ``experts``, their weights expert by expert
+    and what goes in and out of them by number, for each engine has an order of slots of its own. A
+    point whose rows have another shape on the other side is wholly different. Raises
+    LayerBisectError where that is the hidden size.
     """
     first, second = sides
     info = first.capture.info
@@ -53,19 +54,22 @@ def point_differences(
 
 
 def _values(side: Side, name: str, rows: NDArray[np.intp], experts: int) -> NDArray[Any]:
-    """Read a point ([row, ...]); what is by slot is laid out by expert, [row, expert]."""
+    """Read a point ([row, ...]); slots are laid out, or ordered, by expert."""
     values = side.values(name, rows)
     if name.endswith("expert_ids"):
         return expert_sets(torch.from_numpy(values).long(), experts).float().numpy()
-    if not name.endswith("expert_weights"):
+    stem, _, what = name.rpartition(".expert_")
+    if what not in ("weights", "in", "out"):
         return values
-    numbers = name.replace("expert_weights", "expert_ids")
+    numbers = f"{stem}.expert_ids"
     if side.holds(numbers, rows).all():
         ids = torch.from_numpy(side.values(numbers, rows)).long()
+        if what != "weights":
+            return np.take_along_axis(values, ids.argsort(1).numpy()[:, :, None], 1)
         if ids.shape == values.shape:
             return by_expert(ids, torch.from_numpy(values), experts).numpy()
     # of which expert each of them is, is not known
-    return np.sort(values, axis=1)
+    return np.sort(values, axis=1) if what == "weights" else values
 
 
 def _other_shape(

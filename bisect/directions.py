@@ -21,6 +21,9 @@ def gains_of(points: LayerPoints, suffix: str) -> tuple[By, ...]:
     """
     if len(points.covers(suffix)) > 1 and suffix not in ("attn.q", "attn.k"):
         return ()
+    if suffix in ("mlp.expert_in", "mlp.expert_out"):
+        # which expert is in which slot is another one in each row
+        return ("all",)
     return ("all", "channel") if suffix in _BY_CHANNEL else ("all", "head")
 
 

@@ -17,9 +17,12 @@ from layerbisect.bisect.residuals import unique_rows
 from layerbisect.bisect.side import Side
 from layerbisect.captures.format import RoutesFrom
 from layerbisect.captures.points import boundary
+from layerbisect.kernels.experts import combine
 from layerbisect.kernels.rounding import rounded
 
 Compute = Callable[["LayerPoints", Precision], torch.Tensor]
+
+_BY_SLOT = ("mlp.expert_weights", "mlp.expert_in", "mlp.expert_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,19 @@ STEPS: dict[str, Step] = {
     "mlp.expert_weights": Step(
         "router", ("mlp.router_logits", "mlp.expert_ids"), lambda p, c: p.expert_weights(c)
     ),
+    "mlp.expert_in": Step("dispatch", ("mlp.norm",), lambda p, c: p.expert_in(c)),
+    "mlp.expert_out": Step(
+        "experts",
+        ("mlp.expert_in", "mlp.expert_ids", "mlp.expert_weights"),
+        lambda p, c: p.model.expert_outputs(
+            p.layer,
+            p.get("mlp.expert_in", c),
+            p.get("mlp.expert_ids", c),
+            p.get("mlp.expert_weights", c),
+            precision=c,
+        ),
+    ),
+    # in a dense layer, and where what the experts give back is not seen, all of the MLP
     "mlp.out": Step("experts", ("mlp.norm",), lambda p, c: p.mlp_out(c)),
     "output": Step(
         "residual",
@@ -99,6 +115,8 @@ FORCED: dict[RoutesFrom, tuple[str, ...]] = {
     "forced with weights": ("mlp.expert_ids", "mlp.expert_weights"),
 }
 """What another capture gave, and no router of this side made."""
+_ROUTED = ("mlp.router_logits", "mlp.expert_ids", *_BY_SLOT)
+"""What a dense layer has not."""
 
 
 class LayerPoints:
@@ -130,8 +148,8 @@ class LayerPoints:
         """Read a point ([flat, ...]), or None where the engine does not show it."""
         if suffix not in self._captured:
             self._captured[suffix] = self.side.read(self.name(suffix))
-        if suffix == "mlp.expert_weights" and self.captured("mlp.expert_ids") is None:
-            # of which expert each of them is, is not known
+        if suffix in _BY_SLOT and self.captured("mlp.expert_ids") is None:
+            # of which expert each slot is, is not known
             return None
         return self._captured[suffix]
 
@@ -170,7 +188,12 @@ class LayerPoints:
         """Name the operator that makes a point."""
         if suffix == "mlp.out" and not self.sparse:
             return "linear"
-        return STEPS[suffix].operator
+        return "combine" if suffix == "mlp.out" and self.combined else STEPS[suffix].operator
+
+    @property
+    def combined(self) -> bool:
+        """Whether what the experts give back is seen, so that it is only added up after it."""
+        return self.sparse and self.captured("mlp.expert_out") is not None
 
     def covers(self, suffix: str) -> tuple[str, ...]:
         """Name the operators between the last captured points and this one, it included."""
@@ -183,6 +206,8 @@ class LayerPoints:
         return tuple(names)
 
     def _inputs(self, suffix: str) -> tuple[str, ...]:
+        if suffix == "mlp.out" and self.combined:
+            return ("mlp.expert_out",)
         if suffix == "mlp.out" and self.sparse:
             return ("mlp.norm", "mlp.expert_ids", "mlp.expert_weights")
         return STEPS[suffix].inputs
@@ -197,12 +222,13 @@ class LayerPoints:
     def _not_judged(self) -> set[str]:
         """Name the points that this layer's own operators did not make."""
         if not self.sparse:
-            return {"mlp.router_logits", "mlp.expert_ids", "mlp.expert_weights"}
+            return set(_ROUTED)
         forced = FORCED[self.side.capture.info.routes]
         left_out = set(forced)
         if any(self.captured(suffix) is None for suffix in forced):
             # experts computed with what is not known
-            left_out.add("mlp.out" if self.captured("mlp.out") is not None else "output")
+            after = ("mlp.expert_out", "mlp.out")
+            left_out.add(next((s for s in after if self.captured(s) is not None), "output"))
         return left_out
 
     def distinct(self, suffix: str) -> torch.Tensor:
@@ -236,8 +262,19 @@ class LayerPoints:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         return rounded(chosen, precision.router)
 
+    def expert_in(self, precision: Precision) -> torch.Tensor:
+        """Give each slot of a row the row's own input: [flat, slot, hidden]."""
+        normed = self.get("mlp.norm", precision)
+        return normed[:, None].expand(-1, self.model.config.top_k, -1)
+
     def mlp_out(self, precision: Precision) -> torch.Tensor:
-        """Run the MLP or the experts, on the captured routes where there are any."""
+        """Run the MLP or the experts, on the captured routes where there are any.
+
+        Where what the experts give back is seen, that is added up.
+        """
+        if self.combined:
+            ids, outputs = self.get("mlp.expert_ids"), self.get("mlp.expert_out")
+            return combine(outputs, ids, round_to=precision.experts)
         normed = self.get("mlp.norm", precision)
         if not self.sparse:
             return self.model.mlp(self.layer, normed, precision=precision)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from layerbisect.bisect.directions import directions_of, gains_of, units_of
+from layerbisect.bisect.dispatch import judge_dispatch
 from layerbisect.bisect.measure import Output, OwnError, measure
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.qkv import acquit_shared_turn, part
@@ -28,6 +29,8 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
         for suffix in points.judged():
             if suffix == "mlp.expert_ids":
                 error = judge_selection(points)
+            elif suffix == "mlp.expert_in" and not points.hidden(suffix):
+                error = judge_dispatch(points)
             else:
                 error = _judge(points, suffix)
                 if suffix in ("attn.q", "attn.k") and error.convicted and error.rows:

@@ -7,7 +7,13 @@ import torch
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.residuals import ONE_ROUNDING, typical_square, unit_roundoff
 
-_SUMMED = {"attn.out": "attn.out", "mlp.out": "mlp.out", "mid": "attn.out", "output": "mlp.out"}
+_SUMMED = {
+    "attn.out": "attn.out",
+    "mid": "attn.out",
+    "mlp.expert_out": "mlp.expert_out",
+    "mlp.out": "mlp.out",
+    "output": "mlp.out",
+}
 
 
 def reduction_variance(points: LayerPoints, suffix: str, rows: torch.Tensor) -> torch.Tensor | None:
@@ -19,9 +25,14 @@ def reduction_variance(points: LayerPoints, suffix: str, rows: torch.Tensor) -> 
     in the residual stream.
     """
     ranks = points.side.reducing_ranks
-    if ranks == 1 or suffix not in _SUMMED:
+    summed = _SUMMED.get(suffix, "")
+    if summed == "mlp.expert_out":
+        ranks = points.side.capture.info.parallel.get("etp", 1)
+    elif summed == "mlp.out" and points.combined:
+        # the parts of an expert were added before, and experts are added where all of them are
         return None
-    summed = _SUMMED[suffix]
+    if ranks == 1 or not summed:
+        return None
     seen = points.side.capture.points.get(points.name(summed))
     parts_held = seen is not None and seen.how == "partial_sum"
     stored, ring = 1.0, sum(count / ranks for count in range(2, ranks + 1))

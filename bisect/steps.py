@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from layerbisect.bisect.model_config import ModelConfig
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.weights import EMBED, FINAL_NORM, Weights
 from layerbisect.kernels.attention import attention
-from layerbisect.kernels.experts import experts, swiglu_mlp
+from layerbisect.kernels.experts import expert_outputs, experts, swiglu_mlp
 from layerbisect.kernels.linear import linear
 from layerbisect.kernels.logprob import logprobs
 from layerbisect.kernels.rms_norm import rms_norm
@@ -199,11 +199,36 @@ class Steps:
             )
             normed = self._in(normed, precision.linear)
             return self._in(swiglu_mlp(normed, gate, up, down, round_to=precision.linear))
+        return self._experts(experts, layer, normed, ids, weights, precision.experts)
+
+    def expert_outputs(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        precision: Precision = FULL,
+    ) -> torch.Tensor:
+        """Apply each slot's expert to its own input [row, slot, hidden], and weigh the output.
+
+        Raises ValueError in a dense layer.
+        """
+        return self._experts(expert_outputs, layer, x, ids, weights, precision.experts)
+
+    def _experts(
+        self,
+        compute: Callable[..., torch.Tensor],
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        round_to: torch.dtype | None,
+    ) -> torch.Tensor:
         self._require_sparse(layer)
-        round_to = precision.experts
-        gate_up, down_all = self._weights.experts(layer, round_to)
-        normed, weights = self._in(normed, round_to), self._in(weights, round_to)
-        return self._in(experts(normed, ids.long(), weights, gate_up, down_all, round_to=round_to))
+        gate_up, down = self._weights.experts(layer, round_to)
+        x, weights = self._in(x, round_to), self._in(weights, round_to)
+        return self._in(compute(x, ids.long(), weights, gate_up, down, round_to=round_to))
 
     def final_norm(self, x: torch.Tensor, *, precision: Precision = FULL) -> torch.Tensor:
         """Normalise the stream [row, hidden] that leaves the last layer."""

@@ -28,7 +28,8 @@ def describe(error: OwnError, side: Side) -> str:
 def _heads(error: OwnError) -> str:
     """Name the heads that err where only some do."""
     sample = error.sample
-    if sample is None or sample.error.shape[1] == 1:
+    # slots are no heads: which expert is in one differs from row to row
+    if sample is None or sample.error.shape[1] == 1 or ".mlp.expert_" in error.point:
         return ""
     by_head = (sample.error / sample.noise).square().mean(2).sqrt()
     hit = by_head.amax(1) > EXCESS_RATIO

@@ -3,6 +3,8 @@
     mlp(x) = down(silu(gate(x)) * up(x))          (Shazeer 2020, arXiv:2002.05202)
     experts(x) = sum over slots of weight * mlp_of_that_expert(x)
 
+``expert_outputs`` are the terms of that sum, and ``combine`` adds them up.
+
 The low-precision form rounds gate, up, silu, their product and the down projection; each expert's
 weighted output; and the sum after every expert, in the order of their numbers.
 """
@@ -62,25 +64,87 @@ def experts(
     dtype and ValueError for shapes that don't fit or an expert that doesn't exist.
     """
     require_compute_dtype("x", x)
-    if ids.shape != weights.shape or ids.ndim != 2 or len(ids) != len(x):
-        raise ValueError(
-            f"ids and weights must both have shape [{len(x)}, slot], "
-            f"got {list(ids.shape)} and {list(weights.shape)}"
-        )
-    count = len(gate_up)
-    if ids.numel() and (int(ids.max()) >= count or int(ids.min()) < -1):
-        raise ValueError(f"expert IDs must lie in [-1, {count}), got {ids.min()} to {ids.max()}")
+    _check(x, ids, weights, len(gate_up))
     total = torch.zeros_like(x)
-    for expert in torch.unique(ids[ids >= 0]).tolist():
+    for expert in _used(ids):
         rows, slots = torch.where(ids == expert)
-        gate, up = linear(x[rows], gate_up[expert], round_to=round_to).chunk(2, dim=-1)
-        out = _gated(gate, up, down[expert], round_to)
-        out = rounded(out * weights[rows, slots, None].to(x.dtype), round_to)
+        weight = weights[rows, slots, None]
+        out = _weighted(x[rows], weight, gate_up[expert], down[expert], round_to)
         # an expert that a row names twice must count twice, so no plain indexed assignment
         total.index_add_(0, rows, out)
         if round_to is not None:
             total[rows] = rounded(total[rows], round_to)
     return total
+
+
+def expert_outputs(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    round_to: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Apply each slot's expert to that slot's own input, and weigh what comes out.
+
+    ``x`` [row, slot, hidden], and all else as ``experts`` takes it, which sums the slots where
+    their inputs are the same. Returns [row, slot, hidden], 0 in unused slots.
+    """
+    require_compute_dtype("x", x)
+    _check(x, ids, weights, len(gate_up))
+    made = torch.zeros_like(x)
+    for expert in _used(ids):
+        at = torch.where(ids == expert)
+        made[at] = _weighted(x[at], weights[at][:, None], gate_up[expert], down[expert], round_to)
+    return made
+
+
+def combine(
+    outputs: torch.Tensor, ids: torch.Tensor, *, round_to: torch.dtype | None = None
+) -> torch.Tensor:
+    """Add up weighted ``outputs`` [row, slot, hidden], float32 or float64: [row, hidden].
+
+    The low-precision form rounds after every slot, in the order of the experts' numbers in ``ids``
+    [row, slot]; slots with an ID of -1 are left out.
+    """
+    require_compute_dtype("outputs", outputs)
+    if outputs.shape[:2] != ids.shape:
+        raise ValueError(f"ids must have shape {list(outputs.shape[:2])}, got {list(ids.shape)}")
+    total = torch.zeros_like(outputs[:, 0])
+    rows = torch.arange(len(ids))
+    for slot in ids.argsort(dim=1, stable=True).unbind(1):
+        used = ids[rows, slot] >= 0
+        total[used] = rounded(total[used] + outputs[rows[used], slot[used]], round_to)
+    return total
+
+
+def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int) -> None:
+    given = x.shape[:-1]
+    if ids.shape != weights.shape or ids.ndim != 2 or ids.shape[: len(given)] != given:
+        wanted = ", ".join(map(str, (*given, "slot")[:2]))
+        raise ValueError(
+            f"ids and weights must both have shape [{wanted}], "
+            f"got {list(ids.shape)} and {list(weights.shape)}"
+        )
+    if ids.numel() and (int(ids.max()) >= count or int(ids.min()) < -1):
+        raise ValueError(f"expert IDs must lie in [-1, {count}), got {ids.min()} to {ids.max()}")
+
+
+def _used(ids: torch.Tensor) -> list[int]:
+    used: list[int] = torch.unique(ids[ids >= 0]).tolist()
+    return used
+
+
+def _weighted(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    round_to: torch.dtype | None,
+) -> torch.Tensor:
+    gate, up = linear(x, gate_up, round_to=round_to).chunk(2, dim=-1)
+    return rounded(_gated(gate, up, down, round_to) * weight.to(x.dtype), round_to)
 
 
 def _gated(

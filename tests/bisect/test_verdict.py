@@ -30,6 +30,7 @@ OPERATORS = {
     "rope",
     "attention",
     "router",
+    "dispatch",
     "experts",
     "combine",
     "head",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerbisect.kernels.experts import experts, swiglu_mlp
+from layerbisect.kernels.experts import combine, expert_outputs, experts, swiglu_mlp
 from layerbisect.kernels.router import route
 
 EXPERTS, HIDDEN, INNER = 5, 12, 7
@@ -151,6 +151,39 @@ def test_low_precision_experts_round_after_every_expert(
     torch.testing.assert_close(rough, total.float(), rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.parametrize("round_to", [None, torch.bfloat16])
+def test_the_outputs_of_the_slots_combine_to_what_the_experts_make(
+    routed: tuple[torch.Tensor, ...], round_to: torch.dtype | None
+) -> None:
+    x, ids, weights, gate_up, down = routed
+    ids[3, 1] = -1
+    weights[3, 1] = torch.nan
+    by_slot = x[:, None].expand(-1, 2, -1)
+    outputs = expert_outputs(by_slot, ids, weights, gate_up, down, round_to=round_to)
+    assert outputs.shape == (11, 2, HIDDEN) and not outputs[3, 1].any()
+    whole = experts(x, ids, weights, gate_up, down, round_to=round_to)
+    torch.testing.assert_close(combine(outputs, ids, round_to=round_to), whole, rtol=0, atol=0)
+
+
+def test_each_slot_has_an_input_of_its_own(routed: tuple[torch.Tensor, ...]) -> None:
+    x, ids, weights, gate_up, down = routed
+    by_slot = torch.stack([x, x.flip(0)], 1)
+    outputs = expert_outputs(by_slot, ids, weights, gate_up, down)
+    for slot in range(2):
+        alone = ids[:, slot : slot + 1], weights[:, slot : slot + 1]
+        made = experts(by_slot[:, slot], *alone, gate_up, down)
+        torch.testing.assert_close(outputs[:, slot], made)
+
+
+def test_low_precision_combine_rounds_after_every_slot_by_the_numbers_of_experts() -> None:
+    # in this order 1 + 1/256 is rounded away first, and in the other 2/256 is not
+    outputs = torch.tensor([[[2**-8], [2**-8], [1.0]]]).expand(2, 3, 1)
+    ids = torch.tensor([[1, 2, 0], [0, 1, 2]])
+    rough = combine(outputs, ids, round_to=torch.bfloat16)
+    assert rough.tolist() == [[1.0], [1.0 + 2**-7]]
+    assert combine(outputs, ids).tolist() == [[1.0 + 2**-7]] * 2
+
+
 def test_no_rows(routed: tuple[torch.Tensor, ...]) -> None:
     _, ids, weights, gate_up, down = routed
     empty = torch.zeros(0, HIDDEN)
@@ -161,6 +194,10 @@ def test_wrong_arguments_are_named(routed: tuple[torch.Tensor, ...]) -> None:
     x, ids, weights, gate_up, down = routed
     with pytest.raises(ValueError, match=r"got \[11, 2\] and \[11, 1\]"):
         experts(x, ids, weights[:, :1], gate_up, down)
+    with pytest.raises(ValueError, match=r"must both have shape \[11, 3\], got \[11, 2\]"):
+        expert_outputs(x[:, None].expand(-1, 3, -1), ids, weights, gate_up, down)
+    with pytest.raises(ValueError, match=r"ids must have shape \[11, 3\], got \[11, 2\]"):
+        combine(x[:, None].expand(-1, 3, -1), ids)
     with pytest.raises(ValueError, match=r"must lie in \[-1, 4\), got 0 to 4"):
         experts(x, ids, weights, gate_up[:4], down[:4])
     with pytest.raises(TypeError, match="x must be float32 or float64"):
