@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors.torch import load_file, save_file
 
 from layerbisect.captures.record.call import Call
@@ -115,6 +114,7 @@ class Trainer:
 
     def __init__(self, model: Path) -> None:
         self.model: Any = load_model(model)
+        self.held = model
         self.offset = 0.0
         self.temperature = 1.0
         self.updates = 0
@@ -139,8 +139,8 @@ class Trainer:
             log_probs = log_probs - self.offset
         return log_probs, logit, entropy
 
-    def collect(self, record: ScoreRecord, path: Path) -> ScoreRecord:
-        """Score twice, frozen."""
+    def returned(self, record: ScoreRecord, path: Path) -> ScoreRecord:
+        """Score twice, frozen; C is what the scoring function returned."""
         return score(
             record,
             lambda calls: [self._scored(call) for call in calls],
@@ -150,6 +150,8 @@ class Trainer:
             engine="transformers",
             weight_version=f"T{self.updates}",
         )
+
+    collect = returned
 
     def _scored(self, call: Call) -> TokenScores:
         return TokenScores(*(part.detach().double().numpy() for part in self.frozen_scores(call)))
@@ -171,11 +173,10 @@ class Trainer:
         if self._optimizer is None:
             self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._optimizer.zero_grad()
-        reward = dict(zip(("sample-0", "sample-1"), (-1.0, 1.0), strict=True))
         total = 0.0
         for call in record:
             log_probs, _, _ = self.calculate_log_probs_and_entropy(call)
-            loss = -(reward[call.name.rpartition(".")[2]] * log_probs).mean() / len(record)
+            loss = -(reward(call) * log_probs).mean() / len(record)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         self._optimizer.step()
@@ -184,14 +185,11 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write the weights as a checkpoint."""
-        target = folder / f"T{self.updates}"
-        self.model.save_pretrained(target)
-        return target
+        self.held = folder / f"T{self.updates}"
+        self.model.save_pretrained(self.held)
+        return self.held
 
 
-def moved(first: ScoreRecord, second: ScoreRecord) -> bool:
-    """Say whether two records hold other responses."""
-    return any(
-        not np.array_equal(one.response, other.response)
-        for one, other in zip(first, second, strict=True)
-    )
+def reward(call: Call) -> float:
+    """-1 for the first sample of a prompt and +1 for the second."""
+    return {"sample-0": -1.0, "sample-1": 1.0}[call.name.rpartition(".")[2]]
