@@ -19,11 +19,12 @@ def gains_of(points: LayerPoints, suffix: str) -> tuple[By, ...]:
     Only for operators judged alone: where several lie in a stretch, a factor within it is looked
     for instead.
     """
-    if len(points.covers(suffix)) > 1 and suffix not in ("attn.q", "attn.k"):
+    covers = points.covers(suffix)
+    if suffix == "mlp.expert_out" and set(covers) <= {"dispatch", "experts"}:
+        # which expert is in which slot is another one in each row, and no copy is scaled
+        return ("all", "expert")
+    if len(covers) > 1 and suffix not in ("attn.q", "attn.k"):
         return ()
-    if suffix in ("mlp.expert_in", "mlp.expert_out"):
-        # which expert is in which slot is another one in each row
-        return ("all",)
     return ("all", "channel") if suffix in _BY_CHANNEL else ("all", "head")
 
 

@@ -35,7 +35,7 @@ SAMPLED_ROWS = 24
 
 _NAMED_FITS = 5
 
-By = Literal["all", "head", "channel"]
+By = Literal["all", "head", "channel", "expert"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,10 +139,11 @@ class Output:
 
     ``captured``, ``exact`` and ``low`` are [row, ...]; ``flat_rows`` [row] are their places in the
     layout. ``gains`` says at which grain a factor on the output is fitted (``channel`` also fits an
-    offset), and ``directions`` maps further names to what the output would move by ([row, ...]) if
-    an error of one unit in that direction were present, ``units`` how large that unit is where it
-    is not one. ``noise`` [row, channel] is the standard deviation of rounding where more is known
-    of it than the two references show, and ``variance`` [row, channel] what rounds besides.
+    offset), ``experts`` [row, slot] which expert made each slot, and ``directions`` maps further
+    names to what the output would move by ([row, ...]) if an error of one unit in that direction
+    were present, ``units`` how large that unit is where it is not one. ``noise`` [row, channel] is
+    the standard deviation of rounding where more is known of it than the two references show, and
+    ``variance`` [row, channel] what rounds besides.
     """
 
     point: str
@@ -156,6 +157,7 @@ class Output:
     flat_rows: torch.Tensor
     covers: tuple[str, ...]
     gains: tuple[By, ...] = ()
+    experts: torch.Tensor | None = None
     directions: Mapping[str, torch.Tensor] = field(default_factory=dict)
     units: Mapping[str, float] = field(default_factory=dict)
     noise: torch.Tensor | None = None
@@ -254,6 +256,9 @@ def _directions(
             found.append(
                 Direction(gain, SYSTEMATIC_SIZE, _over_channels, lambda at: f"head {at} gain")
             )
+        elif by == "expert" and output.experts is not None:
+            over = _over_experts(output.experts[finite])
+            found.append(Direction(gain, least, over, lambda at: f"expert {at} gain"))
         elif by == "channel":
             found.append(Direction(gain, least, _over_nothing, lambda at: f"channel {at} gain"))
             typical = exact.double().square().mean(0, keepdim=True).sqrt() / scale
@@ -276,6 +281,14 @@ def _over_all(values: torch.Tensor) -> torch.Tensor:
 
 def _over_channels(values: torch.Tensor) -> torch.Tensor:
     return values.sum(2)
+
+
+def _over_experts(ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def over(values: torch.Tensor) -> torch.Tensor:
+        sums = values.new_zeros(len(ids), int(ids.max()) + 1)
+        return sums.scatter_add_(1, ids, values.sum(2))
+
+    return over
 
 
 def _over_nothing(values: torch.Tensor) -> torch.Tensor:

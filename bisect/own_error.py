@@ -57,6 +57,7 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
             flat_rows=rows,
             covers=points.covers(suffix),
             gains=gains_of(points, suffix),
+            experts=points.get("mlp.expert_ids")[rows] if suffix == "mlp.expert_out" else None,
             directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
             units=units_of(points, suffix),
             variance=reduction_variance(points, suffix, rows),

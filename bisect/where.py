@@ -12,7 +12,7 @@ from layerbisect.bisect.side import Side
 _ALL = 0.9
 _AGREEMENT = 0.9
 _FEW = 4
-_PARTS = ("head ", "channel ")
+_PARTS = ("head ", "channel ", "expert ")
 
 
 def describe(error: OwnError, side: Side) -> str:

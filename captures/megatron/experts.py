@@ -171,11 +171,13 @@ class _LayerExperts:
     def _permuted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor | None
     ) -> torch.Tensor:
+        import torch
+
         names = ("permuted_local_hidden_states", "tokens_per_expert")
         given, counts = (*args, *(kwargs.get(name) for name in names[len(args) :]))[:2]
         rows = given if output is None else output
         routed = self._map()
-        wanted, told = routed.sum(0).tolist(), [int(count) for count in counts]
+        wanted, told = routed.sum(0).tolist(), torch.as_tensor(counts).tolist()
         if told != wanted:
             raise ValueError(_padded(f"rows {told} by expert where the router sends {wanted}"))
         return by_slot(rows, routed, self._slots)

@@ -141,7 +141,23 @@ def test_an_experts_output_is_judged_on_its_own_input(
     assert "positions 20, 21, 22, 23" in culprit.where
 
 
-def test_a_sum_that_leaves_one_out_is_the_combination(clean: Clean, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [(), ("expert_in",)])
+def test_one_expert_a_little_too_loud_is_named_under_the_noise_of_rounding(
+    clean: Clean, tmp_path: Path, without: tuple[str, ...]
+) -> None:
+    ids = torch.from_numpy(Capture.open(clean.rollout).read(AT + "expert_ids")).long()
+
+    def louder(back: torch.Tensor) -> None:
+        back[ids == 3] = (back[ids == 3].float() * 1.01).bfloat16()
+
+    made = with_experts(clean, tmp_path / "c", out=louder, without=without)
+    verdict = bisect(made, clean.trainer, model=clean.model)
+    (culprit,) = (c for c in verdict.culprits if c.point == AT + "expert_out")
+    assert (culprit.side, culprit.where) == ("rollout", "expert 3")
+    assert any("expert 3 gain +0.0" in line for line in culprit.evidence)
+
+
+def test_a_sum_that_leaves_half_out_is_the_combination(clean: Clean, tmp_path: Path) -> None:
     def less(added: torch.Tensor) -> None:
         added[30:40] *= 0.5
 

@@ -31,7 +31,7 @@ from tests.captures.megatron.calling import (
     share_of_sequence,
 )
 
-INPUT, QUERY = "layers.0.input", "layers.0.attn.q"
+INPUT, QUERY, SLOTS = "layers.0.input", "layers.0.attn.q", "layers.0.mlp.expert_out"
 HIDDEN, HEADS, CHANNELS = 4, 6, 2
 
 sizes = st.integers(1, 3)
@@ -76,20 +76,20 @@ def write(
         shard = (inner * HEADS // tensor, (inner + 1) * HEADS // tensor, HEADS)
         writer = CaptureWriter(
             directory,
-            replace(INFO, points=(INPUT, QUERY)),
+            replace(INFO, points=(INPUT, QUERY, SLOTS)),
             rank=number,
             world_size=context * tensor,
             name=f"cp {outer}, tp {inner}",
         )
         recorder = Recorder(
             writer,
-            (INPUT, QUERY),
+            (INPUT, QUERY, SLOTS),
             (),
             head_dim=CHANNELS,
             header_of=lambda point, shard=shard: TensorHeader(  # type: ignore[misc]
                 point.dims, {"head": shard} if "head" in point.dims else {}
             ),
-            scattered={"input"},
+            scattered={"input", "mlp.expert_out"},
         )
         names = tuple(SequenceInfo(f"s{i}") for i in range(held.call.sequences))
         part = scattered(held.call, (inner, tensor))
@@ -98,10 +98,16 @@ def write(
         )
         if recorder.batch is None:
             writer.write_pass("forward", names, held.call.rows, {}, {})
-        for point, value in ((INPUT, held.entering), (QUERY, held.query)):
+        slots = of_slots(held.entering.reshape(-1, HIDDEN))
+        for point, value in ((INPUT, held.entering), (QUERY, held.query), (SLOTS, slots)):
             recorder.record(point, lambda value=value: value)  # type: ignore[misc]
         recorder.end()
         writer.finish()
+
+
+def of_slots(stream: torch.Tensor) -> torch.Tensor:
+    """Give each row of [row, hidden] two slots: [row, slot, hidden]."""
+    return torch.stack([stream, -stream], 1)
 
 
 def expect_whole(directory: Path, whole: Whole, lengths: Sequence[int]) -> None:
@@ -115,6 +121,8 @@ def expect_whole(directory: Path, whole: Whole, lengths: Sequence[int]) -> None:
     for point, values in ((INPUT, whole.entering), (QUERY, whole.query)):
         expected = torch.stack([values[i][p] for i, p in at]).float()
         np.testing.assert_array_equal(capture.read(point), expected.numpy())
+    slots = of_slots(torch.from_numpy(capture.read(INPUT)))
+    np.testing.assert_array_equal(capture.read(SLOTS), slots.numpy())
     assert not capture.replica_findings
 
 
