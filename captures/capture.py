@@ -27,6 +27,7 @@ def capture(
     vocab: int | None = None,
     routes: str | PathLike[str] | Capture | None = None,
     route_weights: bool = False,
+    only: str | PathLike[str] | Capture | None = None,
 ) -> ModelCapture | MegatronCapture:
     """Capture a trainer's model over every forward call inside the context.
 
@@ -60,6 +61,8 @@ def capture(
             both have seen; the weights are those that the model's own router gives these experts.
             The computation is another one then, so call the model without gradients.
         route_weights: use that capture's weights, too.
+        only: a capture, or its directory; of a Megatron job's batches only the sequences that it
+            holds, too, are recorded.
 
     Raises:
         LayerBisectError: a model that cannot be captured, a pattern that matches nothing, or routes
@@ -83,11 +86,15 @@ def capture(
             vocab=vocab,
             routes=routes,
             route_weights=route_weights,
+            only=only,
         )
     from layerbisect.captures.transformers_capture import ModelCapture
 
-    if vocab is not None:
-        raise LayerBisectError(f"vocab is {vocab}: only Megatron pads its vocabulary; leave it out")
+    if vocab is not None or only is not None:
+        raise LayerBisectError(
+            f"got vocab={vocab} and only={only}, which are for Megatron-core's GPTModel, and a "
+            f"{type(model).__name__}; leave them out"
+        )
     if isinstance(model, Sequence):
         raise LayerBisectError(
             f"got a list of {len(model)} models and no Megatron GPTModel in the first; give one "

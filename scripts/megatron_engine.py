@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT = 300.0
 """Seconds that a job may take."""
 
-CAPTURE_OPTIONS = ("points", "label", "names", "salts", "vocab", "routes", "route_weights")
+CAPTURE_OPTIONS = ("points", "label", "names", "salts", "vocab", "routes", "route_weights", "only")
 
 
 class JobError(RuntimeError):

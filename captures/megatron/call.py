@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +69,21 @@ def read_call(
     if getattr(packed, "qkv_format", None) == "thd":
         return _packed(given, packed, context, problems)
     return _padded(given, context, problems)
+
+
+def kept_alone(call: Call, kept: NDArray[np.bool_]) -> Call:
+    """Leave sequences out, and number the others anew; ``kept`` bool [sequence]."""
+    rows = kept[call.rows.sequence]
+    number, place = np.cumsum(kept, dtype=np.int32) - 1, np.cumsum(rows) - 1
+    held, after = call.rows.take(rows), call.after[rows]
+    return replace(
+        call,
+        rows=replace(held, sequence=number[held.sequence].astype(np.int32)),
+        sequences=int(kept.sum()),
+        index=call.index[rows],
+        after=np.where(after >= 0, place[after], -1),
+        last=call.last[rows],
+    )
 
 
 def scattered(call: Call, tensor: tuple[int, int]) -> RowPart:

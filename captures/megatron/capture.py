@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import CaptureInfo
 from layerbisect.captures.megatron.chunk import ChunkCapture, Names
@@ -20,6 +21,7 @@ from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.weights import fingerprints
 from layerbisect.captures.routes import wanted
 from layerbisect.captures.telling import TellingWriter, warn_of
+from layerbisect.captures.wanted_rows import WantedSequences
 
 if TYPE_CHECKING:
     from layerbisect.captures.megatron.model import Model
@@ -32,7 +34,7 @@ class MegatronCapture:
     Args:
         model: the job's GPTModel, wrapped or not, or its list of virtual pipeline chunks.
         directory: where all ranks write; a new directory, or an empty one.
-        points, label, names, salts, vocab, routes, route_weights: as
+        points, label, names, salts, vocab, routes, route_weights, only: as
             :func:`layerbisect.captures.capture.capture` has them.
         whole_after_each_pass: mark the capture as whole whenever no pass is open, where nobody says
             which pass is the last; what the job trains on passes by.
@@ -51,6 +53,7 @@ class MegatronCapture:
         vocab: int | None = None,
         routes: str | PathLike[str] | Capture | None = None,
         route_weights: bool = False,
+        only: str | PathLike[str] | Capture | None = None,
         whole_after_each_pass: bool = False,
         replayed: bool = False,
     ) -> None:
@@ -62,6 +65,7 @@ class MegatronCapture:
         self._names, self._salts = tuple(names or ()), tuple(salts or ())
         self._vocab = vocab
         self._routes = wanted(routes, route_weights, self.chunks[0].moe_layers)
+        self._only = WantedSequences(only) if only is not None else None
         self._live, self._replayed = whole_after_each_pass, replayed
         self._exit = ExitStack()
         self._open: list[ChunkCapture] = []
@@ -69,6 +73,11 @@ class MegatronCapture:
     def __enter__(self) -> MegatronCapture:
         place = Place.here(self.chunks[0].config)
         info = _describe(self.chunks[0], place, self._label, self.points, self._vocab)
+        if self._only is not None and place.context[1] > 1:
+            raise LayerBisectError(
+                f"only: with {place.context[1]} context-parallel ranks none sees whole sequences, "
+                "so nothing can be chosen by them; capture the whole batch"
+            )
         if self._routes is not None:
             info = replace(info, routes=self._routes.kind)
         elif self._replayed:
@@ -90,7 +99,16 @@ class MegatronCapture:
                 names = Names(prefix, self._names, self._salts)
                 here = [layer for layer in chunk.moe_layers if layer in chunk.layers]
                 forcing = Forcing(self._routes, here) if self._routes is not None else None
-                one = ChunkCapture(chunk, place, writer, self.points, names, self._vocab, forcing)
+                one = ChunkCapture(
+                    chunk,
+                    place,
+                    writer,
+                    self.points,
+                    names,
+                    self._vocab,
+                    forcing=forcing,
+                    only=self._only,
+                )
                 one.attach(stack, self._live)
                 self._open.append(one)
             self._exit = stack.pop_all()

@@ -13,7 +13,7 @@ from layerbisect.captures.batch import Batch, RowPart
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import SequenceInfo, TensorHeader
 from layerbisect.captures.megatron import adapter, experts
-from layerbisect.captures.megatron.call import Call, read_call, scattered
+from layerbisect.captures.megatron.call import Call, kept_alone, read_call, scattered
 from layerbisect.captures.megatron.model import Chunk
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.routes import forced_router
@@ -22,6 +22,7 @@ from layerbisect.captures.recorder import Recorder
 from layerbisect.captures.rows import prefix_keys
 from layerbisect.captures.telling import TellingWriter
 from layerbisect.captures.vocab_scores import Vocab, shard_scores
+from layerbisect.captures.wanted_rows import WantedSequences
 from layerbisect.captures.wrapping import method_wrapped
 
 
@@ -50,13 +51,14 @@ class ChunkCapture:
         names: Names,
         vocab: int | None,
         forcing: Forcing | None = None,
+        only: WantedSequences | None = None,
     ) -> None:
         self.writer = writer
         self.passes = 0
         self._chunk, self._place, self._names, self._vocab = chunk, place, names, vocab
         self._call: Call | None = None
         self._held: Vocab | None = None
-        self._forcing = forcing
+        self._forcing, self._only = forcing, only
         self._live = False
         self.recorder = Recorder(
             writer,
@@ -157,6 +159,13 @@ class ChunkCapture:
             for problem in call.problems:
                 self.writer.error(problem)
             sequences = tuple(self._names.next() for _ in range(call.sequences))
+            if self._only is not None:
+                kept = self._only.chosen(call.rows, [s.salt for s in sequences])
+                if not kept.any():
+                    # all ranks of a replica see that, and none counts this pass
+                    return
+                call = kept_alone(call, kept)
+                sequences = tuple(s for s, k in zip(sequences, kept, strict=True) if k)
             part = scattered(call, self._place.tensor) if self._place.sequence_parallel else None
             self.recorder.begin(
                 Batch("forward", sequences, call.rows, call.grid, call.index, part=part)

@@ -17,6 +17,8 @@ rollout's server does not capture into the same directory:
     what a verdict calls this side, ``trainer`` by default.
 ``LAYERBISECT_ROUND``
     which of the actor's rounds, counted from 0; the first by default.
+``LAYERBISECT_ONLY``
+    the rollout's capture: of the round's batches only the sequences that it holds are recorded.
 ``LAYERBISECT_TAIL``
     the rollout's capture: before the round its states are carried through the trainer's layers (see
     :mod:`layerbisect.captures.megatron.tail`), and ``<LAYERBISECT_CAPTURE>.carried.json`` is
@@ -122,6 +124,7 @@ class LiveRound:
             points=os.environ.get("LAYERBISECT_POINTS") or "coarse",
             label=_label(),
             vocab=getattr(args, "vocab_size", None),
+            only=os.environ.get("LAYERBISECT_ONLY") or None,
             whole_after_each_pass=True,
             replayed=bool(getattr(args, "use_rollout_routing_replay", False)),
         )

@@ -178,3 +178,18 @@ def test_what_is_computed_again_for_the_backward_is_captured_once(
         mine = capture.read(point, joined.trainer)
         theirs = expected["qwen3_moe"].read(point, joined.rollout)
         np.testing.assert_allclose(mine, theirs, atol=CLOSE * np.abs(theirs).max())
+
+
+@pytest.mark.slow
+def test_of_a_jobs_batches_only_what_another_capture_holds_is_recorded(
+    models: dict[str, Path], expected: dict[str, Capture], tokens: list[list[int]], tmp_path: Path
+) -> None:
+    few = {"do": "forward", "tokens": tokens[1:2], "points": "coarse", "vocab": VOCAB}
+    many = few | {"tokens": [tokens[0], tokens[2], *tokens], "micro_batch": 2}
+    first, second = tmp_path / "few", tmp_path / "only"
+    steps = [few | {"capture": str(first)}, many | {"capture": str(second), "only": str(first)}]
+    run_job({"model": str(models["qwen3_moe"]), "steps": steps}, Layout(pipeline=2))
+    one, other = Capture.open(first), Capture.open(second)
+    assert is_whole(other) and [s.name for s in other.sequences] == ["s3"]
+    joined = join(one, other)
+    assert len(joined) == len(tokens[1])
