@@ -1,4 +1,4 @@
-"""Capture a transformers model: ``with layerbisect.capture(model, directory): model(...)``."""
+"""What ``with layerbisect.capture(model, directory)`` does with a transformers model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class ModelCapture:
-    """Records what a transformers model computes while the context is open; see :func:`capture`."""
+    """Records what a transformers model computes while the context is open.
+
+    Arguments are as :func:`layerbisect.captures.capture.capture` has them.
+    """
 
     def __init__(
         self,
@@ -191,59 +194,3 @@ def _cache_of(model: Any, output: Any) -> Any:
     if not isinstance(output, tuple):
         return getattr(output, cache_name(model), None)
     return next((item for item in output if hasattr(item, "get_seq_length")), None)
-
-
-def capture(
-    model: torch.nn.Module,
-    directory: str | os.PathLike[str],
-    *,
-    points: str | Sequence[str] = "coarse",
-    label: str = "trainer",
-    names: Sequence[str] | None = None,
-    salts: Sequence[str] | None = None,
-    routes: str | os.PathLike[str] | Capture | None = None,
-    route_weights: bool = False,
-) -> ModelCapture:
-    """Capture a transformers model over every forward call inside the context.
-
-    ::
-
-        with layerbisect.capture(model, "captures/trainer"):
-            model(input_ids=ids, attention_mask=mask, position_ids=positions)
-
-    The model computes the same bits as without. Whole sequences, padded (``attention_mask``) or
-    packed (``position_ids`` that restart at 0), a prefill in chunks, decode steps over a KV cache
-    and ``model.generate`` are all recorded; calls that share a cache continue its sequences.
-
-    Args:
-        model: a Llama, Qwen3 or Qwen3-MoE causal language model, or a wrapper that calls one.
-        directory: where to write; a new directory, or an empty one.
-        points: patterns as :func:`layerbisect.captures.points.select` takes them.
-        label: what to call this side in a verdict.
-        names: names of the sequences in the order in which they begin, ``s0``, ``s1``, ... without.
-            A name that already stands for other tokens is told apart by a suffix, with a warning.
-        salts: what else is in the scoring context of each sequence (an adapter, an image).
-        routes: a capture, or its directory, whose experts the model must use for the tokens that
-            both have seen; the weights are those that the model's own router gives these experts.
-            The computation is another one then, so call the model without gradients.
-        route_weights: use that capture's weights, too.
-
-    Raises:
-        LayerBisectError: a model that the table does not know, a pattern that matches nothing, or
-            routes that are not those of all the model's layers with experts.
-        CaptureError: on entering, where the directory already holds something.
-
-    Warns:
-        CaptureWarning: once, on leaving, if something kept the capture from being whole. A capture
-            whose context ended by an exception stays unfinished; its passes can be read.
-    """
-    return ModelCapture(
-        model,
-        directory,
-        points=points,
-        label=label,
-        names=names,
-        salts=salts,
-        routes=routes,
-        route_weights=route_weights,
-    )

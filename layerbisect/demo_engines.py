@@ -96,7 +96,7 @@ def _capture(
 ) -> None:
     import torch
 
-    from layerbisect.captures.transformers_capture import capture
+    from layerbisect.captures.capture import capture
 
     names = [s.name for s in sequences]
     news.start(f"capturing the {label}", len(sequences))

@@ -28,8 +28,8 @@ from layerbisect.bisect.join import join
 from layerbisect.bisect.progress import NoProgress
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
+from layerbisect.captures.capture import capture
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.faults import plant
 from layerbisect.models import make_tiny
 

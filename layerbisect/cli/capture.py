@@ -126,7 +126,7 @@ def capture(
         from layerbisect.loading import load_model
 
         loaded = load_model(model, dtype=dtype, attention=attention, device=device)
-        from layerbisect.captures.transformers_capture import capture as recorded
+        from layerbisect.captures.capture import capture as recorded
 
         names = [s.name for s in sequences]
         recording = recorded(

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from layerbisect.captures.capture import capture
 from layerbisect.captures.format import CaptureInfo, How, SequenceInfo, TensorHeader
 from layerbisect.captures.points import parse
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.captures.writer import CaptureWriter, Scores
 from layerbisect.faults import plant
 from layerbisect.loading import load_model

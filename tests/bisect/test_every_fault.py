@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layerbisect.bisect.locate import bisect
-from layerbisect.captures.transformers_capture import capture
+from layerbisect.captures.capture import capture
 from layerbisect.faults import FAULTS, plant
 
 ATTENTION = {"rollout": "eager", "trainer": "sdpa"}

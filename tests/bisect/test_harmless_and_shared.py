@@ -12,9 +12,9 @@ import torch
 
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
+from layerbisect.captures.capture import capture
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.telling import CaptureWarning
-from layerbisect.captures.transformers_capture import capture
 
 Plant = Callable[[Any], list[Callable[[], None]]]
 

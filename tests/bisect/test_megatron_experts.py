@@ -12,8 +12,8 @@ import torch
 
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
+from layerbisect.captures.capture import capture
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.loading import load_model
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import run_job

@@ -13,8 +13,8 @@ import torch
 
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
+from layerbisect.captures.capture import capture
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.faults import plant
 from tests.planted_plugin import TRUTH
 from tests.sglang_server import Server, sglang_installed, sglang_server

@@ -13,7 +13,7 @@ import torch
 
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
-from layerbisect.captures.transformers_capture import capture
+from layerbisect.captures.capture import capture
 from layerbisect.fault_tools import forward_replaced
 from layerbisect.faults import plant
 from layerbisect.models import make_tiny

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from layerbisect.captures.capture import capture
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.format import CaptureInfo, SequenceInfo, TensorHeader
 from layerbisect.captures.points import parse
@@ -21,7 +22,6 @@ from layerbisect.captures.rows import PrefixKeys, Rows
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
 from layerbisect.captures.transformers_calls import cache_name
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.captures.writer import CaptureWriter
 from layerbisect.cli import main
 from layerbisect.faults import plant

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from layerbisect.captures.capture import capture
 from layerbisect.captures.errors import CaptureError, LayerBisectError
 from layerbisect.captures.points import all_points
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
-from layerbisect.captures.transformers_capture import capture
 
 FAMILIES = ("moe", "qwen3", "llama")
 LAYERS, VOCAB = 4, 512

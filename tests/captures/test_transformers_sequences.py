@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+from layerbisect.captures.capture import capture
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
 from layerbisect.captures.transformers_calls import cache_name
-from layerbisect.captures.transformers_capture import capture
 
 VOCAB = 512
 LENGTHS = (12, 20, 16)

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from layerbisect.captures.capture import capture
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.points import parse
 from layerbisect.captures.replay_decode import decode_like_rollout
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture
 from layerbisect.faults import FAULTS, plant
 
 LAYERS, VOCAB, LENGTH = 4, 512, 24

@@ -15,9 +15,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from layerbisect.captures.capture import capture as capture_transformers
 from layerbisect.captures.points import parse, select
 from layerbisect.captures.store import Capture
-from layerbisect.captures.transformers_capture import capture as capture_transformers
 from tests.sglang_server import Answer, Server, ServerError, sglang_installed, sglang_server
 
 pytestmark = [
