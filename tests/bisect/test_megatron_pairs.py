@@ -219,6 +219,16 @@ def test_a_shard_without_its_folder_is_named_and_nothing_is_judged(
         assert f"ranks [{rank}] of 2 wrote nothing" in done.stderr
 
 
+def test_a_coarse_capture_without_one_shard_has_no_log_probs_and_judges_no_head(
+    rollouts: Rollouts, trainers: Trainers, tmp_path: Path
+) -> None:
+    capture = without_rank(trainers.side("tp2", "coarse"), tmp_path / "capture", 1)
+    notes = judge(rollouts.side(2), capture, rollouts).coverage.notes
+    assert "trainer: ranks [1] of 2 wrote nothing" in notes
+    assert any("scored the tokens [0, 128) of a vocabulary of 250" in note for note in notes)
+    assert any("the head is not judged" in note for note in notes)
+
+
 def test_shards_that_do_not_tile_are_refused(
     rollouts: Rollouts, trainers: Trainers, tmp_path: Path
 ) -> None:
