@@ -126,10 +126,10 @@ def capture(
         from layerbisect.loading import load_model
 
         loaded = load_model(model, dtype=dtype, attention=attention, device=device)
-        from layerbisect.captures.capture import capture as recorded
+        from layerbisect.captures.transformers_capture import ModelCapture
 
         names = [s.name for s in sequences]
-        recording = recorded(
+        recording = ModelCapture(
             loaded,
             out,
             points=points,
