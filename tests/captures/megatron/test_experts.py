@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 import layerbisect
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.captures.megatron.experts import by_slot
+from layerbisect.captures.megatron.experts import by_slot, orders, unseen
+from layerbisect.captures.megatron.model import Chunk
+from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.store import Capture
 from layerbisect.loading import load_model
 from layerbisect.models import make_tiny
@@ -58,6 +61,46 @@ def test_other_rows_than_the_map_has_are_refused() -> None:
         by_slot(torch.zeros(5, 3), routed, 2)
     with pytest.raises(ValueError, match="in 2 slots where it has 1"):
         by_slot(torch.zeros(4, 3), routed, 1)
+
+
+def chunk_of(**config: Any) -> Any:
+    """What is asked of a chunk with one layer, on a CPU; no such job can run there."""
+    settings = {"num_moe_experts": 8, "moe_permute_fusion": False, "moe_latent_size": None}
+    model = SimpleNamespace(config=SimpleNamespace(**settings | config))
+    model.parameters = lambda: iter([torch.zeros(1)])
+    return Chunk(model, 0, 1, {3: "decoder.layers.0"})
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "kernels of its own"),
+        ({"moe_token_dispatcher_type": "alltoall", "moe_latent_size": 16}, "latent space"),
+    ],
+)
+def test_rows_that_kernels_or_projections_hide_are_not_observable(
+    config: dict[str, Any], why: str
+) -> None:
+    hidden = unseen(chunk_of(**config), Place())
+    assert set(hidden) == {"layers.3.mlp.expert_in", "layers.3.mlp.expert_out"}
+    assert all(why in seen.reason for seen in hidden.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "added"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "as the kernels of the flex dispatcher have it"),
+        (
+            {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": True},
+            "in a kernel of TransformerEngine",
+        ),
+        ({"num_moe_experts": None}, None),
+    ],
+)
+def test_the_order_of_addition_is_said_where_it_is_known(
+    config: dict[str, Any], added: str | None
+) -> None:
+    assert orders(chunk_of(**config), Place()).get("moe_combine_order") == added
 
 
 pytest.importorskip("megatron.core", reason="CI has megatron-core")
