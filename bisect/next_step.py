@@ -15,6 +15,14 @@ def next_step(case: Case, judgement: Judgement) -> str:
         points = ",".join(f"layers.{layer}" for layer in unseen)
         return f"capture both sides again with points {points},logprob, then {again}"
     if judgement.status == "agree":
+        for side in case.sides:
+            if not side.capture.finished:
+                return (
+                    f"the {side.label} capture is not whole ({side.capture.problems[0]}): "
+                    f"capture it again to see what it lacks, then {again}"
+                )
+            if not len(side.capture.scores.logprob):
+                return f"to judge the head, capture the {side.label} with logprob, then {again}"
         if case.unseen_inside():
             return f"to see each operator alone, capture both sides with points all, then {again}"
         return "nothing to do; the rounding budget says which operator to raise to float32"

@@ -180,7 +180,10 @@ class _Page:
         apart = ""
         if budget.whole > 0:
             apart = f" ({percent(abs(budget.quadrature / budget.whole - 1))} apart)"
-        sides = ", ".join(f"{label} {nat(d)}" for label, d in budget.distances.items())
+        sides = ", ".join(
+            f"{label} {nat(d) if math.isfinite(d) else 'without scores'}"
+            for label, d in budget.distances.items()
+        )
         self._line(
             f"the kinds add in quadrature to {nat(budget.quadrature)}, "
             f"the whole model rounded is {nat(budget.whole)}{apart}",

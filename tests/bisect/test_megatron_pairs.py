@@ -206,6 +206,7 @@ def test_a_replica_without_its_folder_is_named_and_its_tokens_are_left_out(
     verdict = judge(rollouts.side(2), capture, rollouts)
     assert "trainer: ranks [1] of 2 wrote nothing" in verdict.coverage.notes
     assert verdict.coverage.rows.joined == verdict.coverage.rows.left_out == 96
+    assert "the trainer capture is not whole (ranks [1] of 2 wrote nothing)" in verdict.next
 
 
 def test_a_shard_without_its_folder_is_named_and_nothing_is_judged(
@@ -253,3 +254,8 @@ def test_copies_of_the_stream_that_differ_between_ranks_are_a_finding(
     verdict = judge(rollouts.side(2), capture, rollouts)
     (finding,) = (note for note in verdict.coverage.notes if "replicas" in note)
     assert finding.startswith(f"trainer: {point}: replicas disagree: rank-1 differs in 64 values")
+    # the copy that is judged is the corrupted one
+    capture = corrupted(trainers.side("tp2"), tmp_path / "judged", 0, point, 64)
+    verdict = judge(rollouts.side(2), capture, rollouts)
+    blamed = [c for c in verdict.culprits if c.layer == 2]
+    assert blamed and all(any("replicas disagree" in line for line in c.evidence) for c in blamed)
