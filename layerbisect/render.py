@@ -53,7 +53,11 @@ def _finding(verdict: Verdict) -> str:
 
 def _conviction(culprit: Culprit) -> str:
     operator = f" ({culprit.operator})" if culprit.operator else ""
-    said = f"{culprit.point}{operator} {side_words(culprit.side)}"
+    place = culprit.point
+    if culprit.layer is not None and not f"{place}.".startswith(f"layers.{culprit.layer}."):
+        # in a coarse capture it shows first where the next layer begins
+        place = f"layer {culprit.layer} ({place})"
+    said = f"{place}{operator} {side_words(culprit.side)}"
     proof = f"own error {_own(culprit)}"
     # what a fit or a few rows convict is within rounding over most rows, and a choice is no size
     by_size = culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0)

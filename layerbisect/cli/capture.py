@@ -149,7 +149,8 @@ def capture(
     else:
         click.echo(
             f"captured {count(summary.rows, 'row')} of {count(len(summary.sequences), 'sequence')} "
-            f"at {count(len(summary.points), 'point')} ({size(summary.bytes)})",
+            f"at {count(len(summary.points), 'point')}, {count(summary.scores, 'score')} "
+            f"({size(summary.bytes)})",
             err=True,
         )
         click.echo(out)
