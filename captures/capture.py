@@ -55,6 +55,7 @@ def capture(
         label: what to call this side in a verdict.
         names: names of the sequences in the order in which they begin, ``s0``, ``s1``, ... without.
             A name that already stands for other tokens is told apart by a suffix, with a warning.
+            Data-parallel replicas count each for itself: ``dp1.s0``.
         salts: what else is in the scoring context of each sequence (an adapter, an image).
         vocab: tokens in the vocabulary, where Megatron pads it; the padding is left out.
         routes: a capture, or its directory, whose experts the model must use for the tokens that

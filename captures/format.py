@@ -93,7 +93,8 @@ class RankManifest:
     ``replica`` numbers the copies of the model that are given tokens of their own (data
     parallelism): only ranks of one replica have passes in common. ``name`` says where in the job
     the rank stands. ``fingerprints`` are of the tensors that this rank holds whole, as
-    CaptureInfo has them.
+    CaptureInfo has them. ``run`` is the same on all ranks that captured together, where they could
+    agree on one.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class RankManifest:
     finished: bool
     replica: int = 0
     name: str = ""
+    run: str = ""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     points: Mapping[str, PointSeen] = field(default_factory=dict)
     errors: tuple[str, ...] = ()

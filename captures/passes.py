@@ -46,6 +46,13 @@ def read_manifests(folder: Path) -> list[RankManifest]:
             f"{folder} holds parts of different captures: of {sizes} ranks; "
             "capture again into a new directory"
         )
+    runs = {m.run: m for m in found}
+    if len(runs) > 1:
+        first, other, *_ = runs.values()
+        raise CaptureError(
+            f"{folder} holds parts of different captures: {first} and {other} did not write "
+            "together; capture again into a new directory"
+        )
     return found
 
 

@@ -143,7 +143,8 @@ def combine(
             f"no log-probs: ranks scored the tokens {held} of a vocabulary of {max(totals)}, "
             "which do not tile it; a rank wrote nothing",
         )
-    tables = [_merged(by_vocab[vocab]) for vocab in extents]
+    merged = [_merged(by_vocab[vocab]) for vocab in extents]
+    tables = [(keys, table) for keys, table, _ in merged]
     common = tables[0][0]
     for keys, _ in tables[1:]:
         common = np.intersect1d(common, keys)
@@ -157,9 +158,12 @@ def combine(
         padding = np.logaddexp(padding, table.padding[at])
     rows = tables[0][1].rows.take(np.searchsorted(tables[0][0], common))
     problem = None
+    if unlike := sum(table_unlike for *_, table_unlike in merged):
+        problem = f"ranks that hold the same logits scored {unlike} tokens differently"
     if most > len(common):
         problem = f"{most - len(common)} tokens were not scored by every rank of the vocabulary"
-    leak = float((np.logaddexp(lse, padding) - lse).mean()) if len(lse) else 0.0
+    seen = np.isfinite(lse)
+    leak = float((np.logaddexp(lse, padding) - lse)[seen].mean()) if seen.any() else 0.0
     if leak > PADDING_NATS:
         problem = (
             "the rows that pad the vocabulary have a part of the probability: a loss over all of "
@@ -179,17 +183,28 @@ def find(rows: Rows, sequence: NDArray[np.int32], position: NDArray[np.int32]) -
     return np.where(held[order][slot] == wanted, order[slot], -1)
 
 
-def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScores]:
-    """Lay the parts of one shard (of context-parallel ranks, or replicas) together, by key."""
+def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScores, int]:
+    """Lay the parts of one shard (of context-parallel ranks, or replicas) together, by key.
+
+    Also counts the tokens that replicas scored differently.
+    """
     rows = Rows.concatenate([part.rows for part in parts])
-    keys, first = np.unique(_keys(rows.sequence, rows.position), return_index=True)
-    logit = np.concatenate([part.logit for part in parts])[first]
-    lse = np.concatenate([part.lse for part in parts])[first]
+    keys, first, again = np.unique(
+        _keys(rows.sequence, rows.position), return_index=True, return_inverse=True
+    )
+    logits, lses = (np.concatenate([getattr(p, c) for p in parts]) for c in ("logit", "lse"))
+    logit, lse = logits[first], lses[first]
+    other = _differ(logits, logit[again]) | _differ(lses, lse[again])
     padding = np.concatenate([part.padding for part in parts])[first]
     last = parts[-1]
-    return keys, ShardScores(
+    table = ShardScores(
         last.vocab, rows.take(first), logit, lse, padding, Rows.empty(), last.logits[:0]
     )
+    return keys, table, len(np.unique(again[other]))
+
+
+def _differ(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return ~((a == b) | (np.isnan(a) & np.isnan(b)))
 
 
 def _keys(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -202,12 +217,16 @@ def lse_of(logits: torch.Tensor) -> torch.Tensor:
 
     if not logits.shape[-1]:
         return torch.full(logits.shape[:1], -torch.inf, device=logits.device)
-    # a plain sum adds in pairs; log_softmax adds one by one on a CPU
-    top = logits.amax(-1)
-    return top + (logits - top[:, None]).exp().sum(-1).log()
+    # adds in pairs; log_softmax adds one by one on a CPU
+    return logits.logsumexp(-1)
 
 
 def _log_sum_exp(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    top = logits.max(axis=1, keepdims=True) if len(logits) else logits[:, :1]
-    summed: NDArray[np.float64] = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
+    if not logits.size:
+        return np.full(len(logits), -np.inf)
+    top = logits.max(axis=1, keepdims=True)
+    # a row of which all is masked out has no probability, and no NaN
+    top = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore"):
+        summed: NDArray[np.float64] = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
     return summed

@@ -35,8 +35,10 @@ class Names:
 
     def next(self) -> SequenceInfo:
         number, self._count = self._count, self._count + 1
-        name = self._names[number] if number < len(self._names) else f"{self._prefix}s{number}"
-        return SequenceInfo(name, self._salts[number] if number < len(self._salts) else "")
+        given = self._names[number] if number < len(self._names) else f"s{number}"
+        # each replica counts its own sequences
+        salt = self._salts[number] if number < len(self._salts) else ""
+        return SequenceInfo(self._prefix + given, salt)
 
 
 class ChunkCapture:

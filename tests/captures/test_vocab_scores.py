@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import CaptureInfo, SequenceInfo
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.scores import logprobs_of
@@ -93,6 +94,28 @@ def test_padding_of_the_vocabulary_that_has_probability_is_left_out_and_told() -
     )
     lost = (padded.logsumexp(1) - logits.logsumexp(1))[:5].mean()
     assert problem is not None and f"{float(lost):.2g} nat lower" in problem
+
+
+def test_a_part_in_which_all_is_masked_out_has_no_probability_and_makes_no_nan() -> None:
+    rows, logits = layout([5], 0, 10)
+    logits[1, 4:] = -torch.inf
+    everything = np.ones(5, bool)
+    parts = [part(rows, logits, vocab, everything, 0) for vocab in ((0, 4, 10), (4, 10, 10))]
+    _, logprob, problem = combine([p.resolved(rows) for p in parts])
+    expected = torch.log_softmax(logits, 1)[:4].gather(1, torch.from_numpy(rows.token[1:, None]))
+    np.testing.assert_allclose(logprob, expected[:, 0], atol=2e-5)
+    assert problem is None
+
+
+def test_ranks_that_score_the_same_logits_differently_are_told() -> None:
+    rows, logits = layout([5], 0, 10)
+    everything = np.ones(5, bool)
+    other = logits.clone()
+    other[2, 3] += 1
+    parts = [part(rows, one, (0, 10, 10), everything, 0) for one in (logits, other)]
+    scored, _, problem = combine(parts)
+    assert len(scored) == 4
+    assert problem == "ranks that hold the same logits scored 1 tokens differently"
 
 
 def test_a_missing_part_of_the_vocabulary_scores_nothing_and_is_named() -> None:
@@ -184,3 +207,13 @@ def test_replicas_that_hold_different_weights_are_a_finding(
         "model.norm.weight first",
     )
     assert capture.info.fingerprints == {"model.norm.weight": "aa"}
+
+
+def test_ranks_that_did_not_write_together_are_refused(tmp_path: Path, info: CaptureInfo) -> None:
+    for rank, run in enumerate(("first", "second")):
+        writer = CaptureWriter(tmp_path / "c", info, rank=rank, world_size=2, run=run)
+        rows = Rows.of([0], [0], [1])
+        writer.write_pass("forward", [SequenceInfo("s0")], rows, {}, {})
+        writer.finish()
+    with pytest.raises(CaptureError, match="rank 0 and rank 1 did not write together"):
+        Capture.open(tmp_path / "c")
