@@ -74,7 +74,7 @@ def gather(
     shares = _shares(carried, gap, case.layers)
     findings = convict(errors, case.sides, shares, weights)
     routing = compare_routes(case, _convicted(errors, findings))
-    told = tuple(with_routes(culprit, routing) for culprit in findings.culprits)
+    told = tuple(weights.told(with_routes(culprit, routing)) for culprit in findings.culprits)
     findings = replace(findings, culprits=told)
     case.progress.start("rounding budget", 1)
     budget = rounding_budget(case.model, case.sides, case.progress.advance)
@@ -93,7 +93,7 @@ def gather(
         routing=routing,
         layers=_layers(case, carried, errors),
         probe=Probe(carried.mode, carried.forwards, carried.tail) if carried.at else None,
-        ruled_out=(*findings.ruled_out, *_same_weights(weights, notes), *steady),
+        ruled_out=(*findings.ruled_out, *_same_weights(case, weights, notes), *steady),
         notes=tuple(notes),
     )
 
@@ -184,16 +184,27 @@ def _repeats(case: Case, notes: list[str]) -> tuple[float | None, list[RuledOut]
     return max(sizes, default=None), steady
 
 
-def _same_weights(weights: WeightEvidence, notes: list[str]) -> list[RuledOut]:
+def _same_weights(case: Case, weights: WeightEvidence, notes: list[str]) -> list[RuledOut]:
+    """Rule other weights out where all are known, and all ranks ran one state of them."""
     found = []
-    for label, compared in weights.compared.items():
+    for side in case.sides:
+        label, compared = side.label, weights.compared[side.label]
         if not compared:
             notes.append(f"{label} has no weight fingerprints: weights not compared")
-        elif not weights.different[label]:
+        elif weights.different[label] or side.capture.weights_moved is not None:
+            # a culprit or a note says so
+            continue
+        elif compared < weights.total:
+            notes.append(
+                f"{label}: {compared} of {weights.total} tensors compared, and they match the "
+                "model directory in a sample each; no process holds the others whole and as the "
+                "checkpoint does: compare them with `layerbisect weights`"
+            )
+        else:
             found.append(
                 RuledOut(
                     f"{label} runs other weights",
-                    f"{compared} of its tensors match the model directory in a sample each",
+                    f"all {compared} tensors match the model directory in a sample each",
                 )
             )
     return found

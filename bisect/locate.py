@@ -171,7 +171,7 @@ def _verdict(
             CoveredRows(len(case.joined), case.joined.left_out),
             tuple(notes),
         ),
-        next=next_step(case, judgement),
+        next=next_step(case, judgement, evidence.weights if evidence else None),
         reasons=judgement.reasons,
         layers=evidence.layers if evidence else (),
         differences=differences,

@@ -54,8 +54,8 @@ class ReferenceModel(Steps):
         return cls(config, weights, compute_dtype)
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Every tensor of the checkpoint, sorted by name."""
-        return self._weights.checkpoint.names()
+        """Every tensor of the checkpoint that is read, sorted by name."""
+        return self._weights.names
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the checkpoint as stored, mapped; don't write to it."""

@@ -53,7 +53,8 @@ class SideCulprits:
     def _stale(self, found: Iterable[OwnError]) -> set[Owner]:
         """Whose weights are wrong as such, by fingerprints, and not just as one operator's fault.
 
-        A few wrong tensors that are seen to make their operators err are these operators' faults.
+        A few wrong tensors that are seen to make their operators err are these operators' faults,
+        unless the side's own ranks hold them in several states.
         """
         owners = self.weights.owners(self.side.label)
         # where weights are wrong, others that err too and of which no process held all are as well
@@ -70,7 +71,8 @@ class SideCulprits:
         # a stretch of several operators holds all weights of its layer
         whole = {e.layer for e in found if _operator(e) is None}
         unexplained = {o for o in owners if o not in explained and o[0] not in whole}
-        return owners if unexplained or len(owners) > FEW_WEIGHTS else set()
+        torn = self.weights.torn[self.side.label]
+        return owners if unexplained or torn or len(owners) > FEW_WEIGHTS else set()
 
     def _by_weights(self, found: Sequence[OwnError]) -> list[OwnError]:
         """Errors that other weights explain: of those fingerprinted, or because they are many.
@@ -127,15 +129,6 @@ class SideCulprits:
             evidence.append(
                 "points between are not captured: it may be any of " + ", ".join(worst.covers)
             )
-        different = [
-            name
-            for name in self.weights.different[self.side.label]
-            if owner(name)[0] in {e.layer for e in group} and operator in (owner(name)[1], None)
-        ]
-        if different:
-            evidence.append(
-                "its weights differ from the model directory: " + ", ".join(different[:3])
-            )
         return Culprit(
             layer=worst.layer if one else None,
             point=group[0].point if one else _every_layer(worst.point),
@@ -150,15 +143,15 @@ class SideCulprits:
 
     def _weights_culprit(self, group: Sequence[OwnError]) -> Culprit:
         label = self.side.label
-        names = [n for n in self.weights.different[label] if n not in self.weights.shared]
+        names = self.weights.off(label)
         layers = {layer for layer, _ in self.weights.owners(label)} | {e.layer for e in group}
-        evidence = []
+        evidence = list(self.weights.ranks[label])
         if names:
             evidence.append(
                 f"{len(names)} of {self.weights.compared[label]} tensors compared differ from the "
                 f"model directory, such as {names[0]}: stale, or loaded wrongly"
             )
-        else:
+        elif not evidence:
             evidence.append(
                 f"operators that hold weights err in {len(layers - {None})} of {self.layers} "
                 "layers, several in each: this side does not run the weights of the model "

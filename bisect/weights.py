@@ -100,7 +100,9 @@ class Weights:
             f"model.layers.{layer}.mlp.experts.gate_up_proj" in checkpoint
             for layer in config.moe_layers
         )
-        checkpoint.check(expected_shapes(config, self._fused))
+        expected = expected_shapes(config, self._fused)
+        checkpoint.check(expected)
+        self.names = tuple(sorted(expected))
 
     def get(self, name: str, round_to: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor in the compute dtype, rounded through ``round_to``."""

@@ -29,6 +29,7 @@ from layerbisect.captures.gather import Gatherer, JointPass
 from layerbisect.captures.passes import pair, read_manifests, read_passes, read_text
 from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
 from layerbisect.captures.shards import Piece, assemble
+from layerbisect.captures.weight_states import WeightFinding, changed, gather_fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class Capture:
     """A capture opened for reading.
 
     ``rows`` and ``keys`` describe every row in the order of the passes; ``phases`` gives each row's
-    pass kind; ``problems`` says in sentences what is not whole; ``replica_findings`` fills, while
-    points are read, with those of which two ranks hold different copies. Build with :meth:`open`.
+    pass kind; ``problems`` says in sentences what is not whole; ``weight_findings`` has the ranks
+    that hold different values of a tensor; ``replica_findings`` fills, while points are read, with
+    those of which two ranks hold different copies. Build with :meth:`open`.
     """
 
     directory: Path
@@ -54,6 +56,7 @@ class Capture:
     label: str
     finished: bool
     problems: tuple[str, ...]
+    weight_findings: tuple[WeightFinding, ...]
     sequences: tuple[SequenceInfo, ...]
     rows: Rows
     keys: PrefixKeys
@@ -89,7 +92,7 @@ class Capture:
         joint, missing_passes = pair(
             manifests, [read_passes(folder / f"rank-{m.rank}", m) for m in manifests]
         )
-        info, differing = _with_fingerprints(info, manifests)
+        fingerprints, weight_findings = gather_fingerprints(info.fingerprints, manifests)
         gathered = Gatherer(requests)
         for ranks in joint:
             gathered.add(ranks)
@@ -107,10 +110,11 @@ class Capture:
             raise CaptureError(f"{folder}: {error}") from None
         return cls(
             directory=folder,
-            info=info,
+            info=replace(info, fingerprints=fingerprints),
             label=label or info.label,
             finished=not unfinished and not gaps,
-            problems=(*gaps, *unfinished, *differing, *errors),
+            problems=(*gaps, *unfinished, *map(str, weight_findings), *errors),
+            weight_findings=weight_findings,
             sequences=tuple(gathered.sequences),
             rows=rows,
             keys=keys,
@@ -122,6 +126,11 @@ class Capture:
             replica_findings={},
             passes=tuple(gathered.passes),
         )
+
+    @property
+    def weights_moved(self) -> str | None:
+        """The problem that makes rows be of several states of the weights; None where none does."""
+        return next(map(str, self.weight_findings), changed(self.problems))
 
     def has(self, point: str) -> NDArray[np.bool_]:
         """Say for each row (bool [row]) whether ``point`` was recorded in its pass."""
@@ -208,26 +217,6 @@ class Capture:
     def labelled(self, label: str) -> Capture:
         """Call this side something else."""
         return replace(self, label=label)
-
-
-def _with_fingerprints(
-    info: CaptureInfo, manifests: Sequence[RankManifest]
-) -> tuple[CaptureInfo, list[str]]:
-    """Gather the ranks' fingerprints; a sentence where two ranks hold different values of one."""
-    found = dict(info.fingerprints)
-    owner = dict.fromkeys(found, "the capture's description")
-    different: dict[tuple[str, str], list[str]] = {}
-    for manifest in manifests:
-        for name, digest in manifest.fingerprints.items():
-            if found.setdefault(name, digest) == digest:
-                owner.setdefault(name, str(manifest))
-            else:
-                different.setdefault((owner[name], str(manifest)), []).append(name)
-    problems = [
-        f"{first} and {second} hold different values of {len(names)} tensors, {names[0]} first"
-        for (first, second), names in different.items()
-    ]
-    return replace(info, fingerprints=found), problems
 
 
 def _missing_ranks(manifests: Sequence[RankManifest]) -> list[str]:

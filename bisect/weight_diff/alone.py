@@ -8,7 +8,7 @@ from dataclasses import replace
 from layerbisect.bisect.weight_diff.digests import has_values
 from layerbisect.bisect.weight_diff.holders import Held, Holder
 from layerbisect.bisect.weight_diff.numbers import distance, equal, equal_but_for_dtype
-from layerbisect.bisect.weight_diff.pairs import EMBED, HEAD
+from layerbisect.bisect.weight_diff.pairs import EMBED, HEAD, unread_rows
 from layerbisect.bisect.weight_diff.report import Finding, layer_of
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.weights.names import packed_name, stack_of_experts
@@ -91,14 +91,15 @@ class LoneTensors:
             return own[0] == own[1], None
         mine = holder.get(head)
         # the embeddings are compared with each other, too
-        if embed in holder and _same_rows(mine, holder.get(embed)):
+        if embed in holder and _same_rows((holder, holder), (mine, holder.get(embed))):
             return True, None
         if not has_values(other):
             return False, None
         theirs = other.get(embed)
         rows = min(len(mine.values), len(theirs.values))
         a, b = mine.numbers()[:rows], theirs.numbers()[:rows]
-        return _same_rows(mine, theirs), distance(a, b) if a.shape == b.shape else None
+        tied = _same_rows((holder, other), (mine, theirs))
+        return tied, distance(a, b) if a.shape == b.shape else None
 
     def _adapters(self, side: int, lone: set[str], differing: set[str]) -> set[str]:
         holder, lacking = self._holders[side], self._holders[1 - side].label
@@ -192,11 +193,18 @@ class _Places:
         return [each for each in found if each is not None]
 
 
-def _same_rows(first: Held, second: Held) -> bool:
-    """Whether two vocabularies' rows are equal, but for padding and dtype."""
-    rows = min(len(first.values), len(second.values))
-    a, b = first.values[:rows], second.values[:rows]
-    return equal(a, b) or equal_but_for_dtype(a, b)
+def _same_rows(holders: tuple[Holder, Holder], held: tuple[Held, Held]) -> bool:
+    """Whether two vocabularies' rows are equal, but for padding and dtype.
+
+    Raises LayerBisectError where those of both are, and one has more that are no padding.
+    """
+    rows = min(len(one.values) for one in held)
+    a, b = (one.values[:rows] for one in held)
+    if not (equal(a, b) or equal_but_for_dtype(a, b)):
+        return False
+    if (unread := unread_rows(holders, held)) is not None:
+        raise LayerBisectError(unread)
+    return True
 
 
 def _tail(name: str) -> str:

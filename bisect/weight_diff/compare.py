@@ -16,7 +16,7 @@ from layerbisect.bisect.weight_diff.classify import DRIFT, STALE, UNCORRELATED, 
 from layerbisect.bisect.weight_diff.digests import compare_digests, has_values, stored_alike
 from layerbisect.bisect.weight_diff.holders import Holder, open_holder
 from layerbisect.bisect.weight_diff.numbers import equal, equal_but_for_dtype, garbage
-from layerbisect.bisect.weight_diff.pairs import EMBED, HEAD
+from layerbisect.bisect.weight_diff.pairs import EMBED, HEAD, unread_rows
 from layerbisect.bisect.weight_diff.report import (
     Finding,
     WeightCoverage,
@@ -113,7 +113,7 @@ class _Comparison:
             self.counts["sampled"] += 1
             self._count(name, look.state, a.shape(name))
             return look.state == "different"
-        mine, theirs = a.get(name), b.get(name)
+        mine, theirs, unread = a.get(name), b.get(name), None
         for holder, held in zip(self.holders, (mine, theirs), strict=True):
             if held.disagreements:
                 how = "copies of one part differ between ranks"
@@ -124,9 +124,10 @@ class _Comparison:
                 self._count(name, "different", a.shape(name))
                 return True
             rows = min(len(mine.values), len(theirs.values))
+            unread = unread_rows(self.holders, (mine, theirs))
             for label, held in zip(self.labels, (mine, theirs), strict=True):
-                if len(held.values) > rows:
-                    what = garbage(held.values[rows:].float()) or "not constant"
+                if len(held.values) > rows and unread is None:
+                    what = garbage(held.values[rows:].float()) or "one value"
                     self.notes.append(
                         f"{name}: rows from {rows} on are on {label} alone, taken for padding of "
                         f"the vocabulary ({what})"
@@ -144,6 +145,10 @@ class _Comparison:
                 state = "same"
             elif within_rounding(mine, theirs, numbers):
                 state = "quantised"
+        if unread is not None:
+            if state != "different":
+                raise LayerBisectError(unread)
+            self.notes.append(f"{name}: {unread}")
         self._count(name, state, a.shape(name))
         return state == "different"
 

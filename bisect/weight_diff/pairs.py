@@ -91,6 +91,24 @@ def load_pair(name: str, first: Holder, second: Holder, previous: Holder | None)
     return Pair(name, a, b, before, held, stale, apart)
 
 
+def unread_rows(holders: tuple[Holder, Holder], held: tuple[Held, Held]) -> str | None:
+    """Say which rows one side alone has of a vocabulary, where they are no padding.
+
+    Padding is one constant: what differs from row to row is of tokens. None where no rows are, or
+    where they may pad.
+    """
+    rows = min(len(one.values) for one in held)
+    for holder, one in zip(holders, held, strict=True):
+        more = one.values[rows:].float()
+        if len(more) and not bool((more == more.flatten()[0]).all()):
+            return (
+                f"rows {rows:,} to {len(one.values) - 1:,} of {holder.label} have no counterpart, "
+                "and are not constant, as padding is; save the snapshot again with as many rows as "
+                "the checkpoint has (vocab)"
+            )
+    return None
+
+
 def _narrower(held: tuple[Held, Held]) -> torch.dtype | None:
     """The dtype that one side was cast to on loading; None where they are alike or quantised."""
     if any(one.scale is not None for one in held):

@@ -22,6 +22,7 @@ from layerbisect.captures.megatron.weights import fingerprints
 from layerbisect.captures.routes import wanted
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.wanted_rows import WantedSequences
+from layerbisect.captures.weight_states import WEIGHTS_CHANGED
 
 if TYPE_CHECKING:
     from layerbisect.captures.megatron.model import Model
@@ -128,7 +129,7 @@ class MegatronCapture:
             for one in self._open:
                 if changed:
                     one.writer.error(
-                        f"the weights changed during the capture ({len(changed)} tensors, "
+                        f"{WEIGHTS_CHANGED} ({len(changed)} tensors, "
                         f"{changed[0]} first); capture one state of them"
                     )
                 one.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.megatron.place import Coordinate
 from layerbisect.captures.weights.format import Extent, Part
 
@@ -114,8 +115,11 @@ def _halves(tensor: torch.Tensor, cut: Cut) -> Iterator[Slot]:
 def _vocabulary(tensor: torch.Tensor, cut: Cut) -> Iterator[Slot]:
     start, stop, padded = _share(len(tensor), cut.group)
     total = padded if cut.vocab is None else cut.vocab
-    if total > padded:
-        raise NotLogical(f"its {padded} rows hold no vocabulary of {total}")
+    if not 1 <= total <= padded:
+        raise LayerBisectError(
+            f"the {padded} rows of {cut.names[0]} hold no vocabulary of {total}; give as vocab how "
+            "many rows the checkpoint has that the model was configured for"
+        )
     start, stop = min(start, total), min(stop, total)
     yield _slot(cut.names[0], tensor[: stop - start], {0: (start, stop, total)})
 

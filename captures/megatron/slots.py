@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.megatron.cuts import TABLE, Cut, NotLogical, Rule, Slot
 from layerbisect.captures.megatron.model import unwrap
 from layerbisect.captures.megatron.place import Place
@@ -50,8 +51,12 @@ def slots(model: Model, *, vocab: int | None = None) -> tuple[list[Slot], dict[s
         vocab: rows of the vocabulary; without it the rows that pad it count as well.
 
     Raises:
-        LayerBisectError: there is no GPTModel in it.
+        LayerBisectError: there is no GPTModel in it, or no such vocabulary.
     """
+    if vocab is not None and vocab < 1:
+        raise LayerBisectError(
+            f"vocab={vocab} is no number of rows; give how many the checkpoint's embedding has"
+        )
     found: list[Slot] = []
     left_out: dict[str, str] = {}
     for chunk in unwrap(model):

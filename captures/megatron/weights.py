@@ -42,12 +42,14 @@ def load_checkpoint(
     Raises:
         ModelDirectoryError: the checkpoint lacks a tensor, or holds it in another shape or
             quantised.
-        LayerBisectError: a parameter has no tensor in checkpoints. Nothing is changed by then.
+        LayerBisectError: a parameter has no tensor in checkpoints, or ``vocab`` is less than 1 or
+            more than the model's rows. Nothing is changed by then.
     """
     import torch
 
     checkpoint = _Checkpoint(Path(directory))
-    found, left_out = slots(model, vocab=vocab or checkpoint.shape(_EMBEDDING)[0])
+    rows = checkpoint.shape(_EMBEDDING)[0] if vocab is None else vocab
+    found, left_out = slots(model, vocab=rows)
     for name, why in left_out.items():
         raise LayerBisectError(
             f"{name} cannot be loaded from {directory}: {why}; give the checkpoint that the model "
@@ -84,7 +86,8 @@ def save_weights(
     Raises:
         CaptureError: the directory holds this rank's part already, or another snapshot, or cannot
             be written.
-        LayerBisectError: there is no GPTModel in ``model``.
+        LayerBisectError: there is no GPTModel in ``model``, or ``vocab`` is less than 1 or more
+            than its rows.
     """
     import megatron.core
 

@@ -27,9 +27,6 @@ from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
 
-# how a capture says that its scores are of more than one state of the weights
-_WEIGHTS = ("the weights changed", "hold different values of")
-
 
 def score_from_capture(
     record: ScoreRecord,
@@ -183,12 +180,11 @@ def _check_source(capture: Capture) -> None:
             f"{here} was captured with routes that were {info.routes}; give a capture in which the "
             "trainer's own router chose"
         )
-    for problem in capture.problems:
-        if any(words in problem for words in _WEIGHTS):
-            raise TrainerError(
-                f"{here} has scores of more than one state of the weights ({problem}); hold every "
-                "update back until the capture has ended, and capture again"
-            )
+    if capture.weights_moved is not None:
+        raise TrainerError(
+            f"{here} has scores of more than one state of the weights ({capture.weights_moved}); "
+            "hold every update back until the capture has ended, and capture again"
+        )
 
 
 def _fewest(capture: Capture, calls: Sequence[Call], found: Sequence[_Found]) -> int:

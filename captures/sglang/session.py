@@ -29,6 +29,7 @@ from layerbisect.captures.sglang.info import (
     weight_version,
 )
 from layerbisect.captures.sglang.layout import layout_of
+from layerbisect.captures.weight_states import WEIGHTS_CHANGED
 from layerbisect.captures.writer import CaptureWriter
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ class Session:
         version = weight_version(runner)
         if version != self._weights:
             recorder.writer.error(
-                f"the weights changed from {self._weights!r} to {version!r} during the capture; "
-                "capture each into a directory of its own"
+                f"{WEIGHTS_CHANGED}, from {self._weights!r} to {version!r}; capture each into a "
+                "directory of its own"
             )
             self._weights = version
         recorder.writer.reopen()

@@ -203,9 +203,12 @@ def test_replicas_that_hold_different_weights_are_a_finding(
         writer.finish()
     capture = Capture.open(tmp_path / "c")
     assert capture.problems == (
-        "rank 0 (dp 0) and rank 2 (dp 2) hold different values of 1 tensors, "
-        "model.norm.weight first",
+        "rank 0 (dp 0) and rank 2 (dp 2) hold different values of model.norm.weight",
     )
+    (finding,) = capture.weight_findings
+    assert finding.ranks == ("rank 0 (dp 0)", "rank 2 (dp 2)")
+    assert finding.digests == {"model.norm.weight": ("aa", "bb")}
+    assert capture.weights_moved == str(finding)
     assert capture.info.fingerprints == {"model.norm.weight": "aa"}
 
 

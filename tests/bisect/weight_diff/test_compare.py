@@ -285,6 +285,30 @@ def test_padding_of_the_vocabulary_is_ignored_and_said(tmp_path: Path) -> None:
     assert not compared(tmp_path / "b", padded, W)
 
 
+@pytest.mark.parametrize("short", [0, 1])
+def test_rows_of_tokens_that_one_side_lacks_are_no_padding(short: int, tmp_path: Path) -> None:
+    cut = dict(W)
+    each(cut, "embed_tokens.weight", lambda x: x[:100])
+    each(cut, "lm_head.weight", lambda x: x[:100])
+    sides = (cut, W) if short == 0 else (W, cut)
+    report = compared(tmp_path, *sides)
+    assert report.status == "inconclusive" and not report.findings
+    label = ("trainer", "rollout")[short]
+    assert f"rows 100 to 127 of {label} have no counterpart" in report.reasons[0]
+    assert set(report.coverage.not_compared) == {"model.embed_tokens.weight", "lm_head.weight"}
+    # what both have is compared in any case
+    each(cut, "lm_head.weight", lambda x: x.flip(0))
+    assert [f.name for f in compared(tmp_path / "b", *sides).findings] == ["lm_head.weight"]
+
+
+def test_a_tied_head_of_fewer_tokens_is_not_compared(tmp_path: Path) -> None:
+    tied = make_weights(tied=True)
+    headed = tied | {"lm_head.weight": tied["model.embed_tokens.weight"][:100]}
+    report = compared(tmp_path, headed, tied)
+    assert report.status == "inconclusive"
+    assert "rows 100 to 127 of rollout have no counterpart" in report.reasons[0]
+
+
 def test_an_adapter_beside_the_weights_must_be_on_both_sides(tmp_path: Path) -> None:
     stem = Q.removesuffix("weight")
     adapter = {f"{stem}lora_A.weight": torch.ones(2, 64), f"{stem}lora_B.weight": torch.ones(64, 2)}

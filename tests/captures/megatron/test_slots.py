@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -263,8 +264,28 @@ def test_padded_rows_are_parts_only_without_a_vocabulary() -> None:
         found, _ = slots(standing(held, sizes, Place(tensor=(1, 2))), vocab=5)
     # this rank holds padding alone
     assert "lm_head.weight" not in {slot.name for slot in found}
-    _, left_out = slots(standing(held, sizes), vocab=13)
-    assert left_out["lm_head.weight"] == "its 12 rows hold no vocabulary of 13"
+
+
+@pytest.mark.parametrize(
+    ("vocab", "said"),
+    [
+        (0, "vocab=0 is no number of rows"),
+        (-1, "vocab=-1 is no number of rows"),
+        (13, "the 12 rows of model.embed_tokens.weight hold no vocabulary of 13"),
+    ],
+)
+def test_a_vocabulary_that_the_rows_do_not_hold_is_refused(
+    vocab: int, said: str, tmp_path: Path
+) -> None:
+    sizes = Sizes(vocab=5, padded=12)
+    held = sizes.checkpoint()
+    save_file(held, tmp_path / "model.safetensors")
+    model = standing(held, sizes)
+    before = {name: value.clone() for name, value in tensors_of(model).items()}
+    for refusing in (slots, fingerprints, partial(load_checkpoint, directory=tmp_path)):
+        with pytest.raises(LayerBisectError, match=said):
+            refusing(model, vocab=vocab)
+    assert all(torch.equal(value, before[name]) for name, value in tensors_of(model).items())
 
 
 def test_fingerprints_are_of_whole_tensors_in_the_checkpoint_s_order() -> None:
@@ -304,7 +325,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(tmp_path: Path
     said = refused("quantised", held | {query: held[query].to(torch.float8_e4m3fn)})
     assert "is F8_E4M3, not one of" in said
     said = refused("large", Sizes(vocab=13, padded=13).checkpoint())
-    assert "its 12 rows hold no vocabulary of 13" in said
+    assert "the 12 rows of model.embed_tokens.weight hold no vocabulary of 13" in said
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelDirectoryError, match="no safetensors file in"):
         load_checkpoint(standing(held, sizes), tmp_path / "empty")

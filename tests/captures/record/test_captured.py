@@ -22,6 +22,7 @@ from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.store import Capture
 from layerbisect.captures.telling import CaptureWarning
+from layerbisect.captures.weight_states import WEIGHTS_CHANGED
 from layerbisect.captures.writer import CaptureWriter, Scores
 from layerbisect.cli import main
 
@@ -253,7 +254,7 @@ def test_a_capture_that_is_not_whole_serves_where_its_scores_are(
 
 
 def test_scores_of_two_states_of_the_weights_are_refused(tmp_path: Path) -> None:
-    changed = "the weights changed during the capture (3 tensors, a first); capture one state"
+    changed = f"{WEIGHTS_CHANGED} (3 tensors, a first); capture one state"
     of_ranks = [{"a": "1"}, {"a": "2"}]
     captures = (
         write(tmp_path / "moved", [[WHOLE]], errors=[changed]),
