@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -141,9 +141,10 @@ class Output:
     layout. ``gains`` says at which grain a factor on the output is fitted (``channel`` also fits an
     offset), ``experts`` [row, slot] which expert made each slot, and ``directions`` maps further
     names to what the output would move by ([row, ...]) if an error of one unit in that direction
-    were present, ``units`` how large that unit is where it is not one. ``noise`` [row, channel] is
-    the standard deviation of rounding where more is known of it than the two references show, and
-    ``variance`` [row, channel] what rounds besides.
+    were present, ``units`` how large that unit is where it is not one. ``draws`` are what ``low``
+    is under other draws of rounding, from which noise is estimated where there are any. ``noise``
+    [row, channel] is the standard deviation of rounding where more is known of it than the
+    references show, and ``variance`` [row, channel] what rounds besides.
     """
 
     point: str
@@ -162,6 +163,7 @@ class Output:
     units: Mapping[str, float] = field(default_factory=dict)
     noise: torch.Tensor | None = None
     variance: torch.Tensor | None = None
+    draws: Sequence[torch.Tensor] = ()
     set_aside: int = 0
 
 
@@ -231,7 +233,8 @@ def _noise(
     """Standard deviation of rounding by element, float64 [row, head, channel]."""
     if output.noise is not None:
         return _by_head(output.noise[finite]).double()
-    noise = rounding_noise(exact, low, unit_roundoff(output.dtype)) * order_freedom(output.dtype)
+    lows = [_by_head(draw[finite]) for draw in output.draws] or [low]
+    noise = rounding_noise(exact, lows, unit_roundoff(output.dtype)) * order_freedom(output.dtype)
     if output.variance is None:
         return noise
     return (noise.square() + _by_head(output.variance[finite])).sqrt()

@@ -18,7 +18,7 @@ from layerbisect.bisect.side import Side
 from layerbisect.captures.format import RoutesFrom
 from layerbisect.captures.points import boundary
 from layerbisect.kernels.experts import combine
-from layerbisect.kernels.rounding import rounded
+from layerbisect.kernels.rounding import rounded, shifted_grid
 
 Compute = Callable[["LayerPoints", Precision], torch.Tensor]
 
@@ -175,6 +175,16 @@ class LayerPoints:
         changed = LayerPoints(self.model, self.side, self.layer)
         changed._captured = self._captured | {suffix: self.get(suffix) * factor}
         return changed
+
+    def redrawn(self, suffix: str, draws: int) -> list[torch.Tensor]:
+        """Compute a point by the low-precision reference under other draws of rounding."""
+        found = []
+        for draw in range(1, draws + 1):
+            again = LayerPoints(self.model, self.side, self.layer)
+            again._captured = self._captured
+            with shifted_grid(2.0 ** (-draw / (draws + 1))):
+                found.append(again.compute(suffix, self.side.low))
+        return found
 
     def hidden(self, suffix: str) -> list[str]:
         """List the points between the last captured ones and this one, which are recomputed."""

@@ -6,18 +6,22 @@ It needs no other engine, so it says which side is wrong, and where two are.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from layerbisect.bisect.directions import directions_of, gains_of, units_of
 from layerbisect.bisect.dispatch import judge_dispatch
-from layerbisect.bisect.measure import Output, OwnError, measure
+from layerbisect.bisect.measure import MEDIAN_RATIO, Output, OwnError, measure
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.qkv import acquit_shared_turn, part
 from layerbisect.bisect.reduction import reduction_variance
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.selection import acquit_weights, judge_selection, may_flip
 from layerbisect.bisect.side import Side
+
+DRAWS = 16
+"""Draws of rounding that a row's noise is estimated from before rows in excess alone convict."""
 
 
 def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list[OwnError]:
@@ -44,26 +48,37 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
     captured = points.captured(suffix)
     assert captured is not None
     rows, set_aside = _observations(points, suffix)
-    return measure(
-        Output(
-            point=points.name(suffix),
-            layer=points.layer,
-            operator=points.operator(suffix),
-            side=points.side.label,
-            dtype=points.side.dtype,
-            captured=captured[rows],
-            exact=points.compute(suffix)[rows],
-            low=points.compute(suffix, points.side.low)[rows],
-            flat_rows=rows,
-            covers=points.covers(suffix),
-            gains=gains_of(points, suffix),
-            experts=points.get("mlp.expert_ids")[rows] if suffix == "mlp.expert_out" else None,
-            directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
-            units=units_of(points, suffix),
-            variance=reduction_variance(points, suffix, rows),
-            set_aside=set_aside,
-        )
+    output = Output(
+        point=points.name(suffix),
+        layer=points.layer,
+        operator=points.operator(suffix),
+        side=points.side.label,
+        dtype=points.side.dtype,
+        captured=captured[rows],
+        exact=points.compute(suffix)[rows],
+        low=points.compute(suffix, points.side.low)[rows],
+        flat_rows=rows,
+        covers=points.covers(suffix),
+        gains=gains_of(points, suffix),
+        experts=points.get("mlp.expert_ids")[rows] if suffix == "mlp.expert_out" else None,
+        directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
+        units=units_of(points, suffix),
+        variance=reduction_variance(points, suffix, rows),
+        set_aside=set_aside,
     )
+    error = measure(output)
+    # float32 rounds nothing that could be drawn anew
+    if points.side.dtype == "float32" or not _rests_on_rows(error):
+        return error
+    # one draw of few independent errors is far too small an estimate in some rows, by chance
+    draws = [low[rows] for low in points.redrawn(suffix, DRAWS)]
+    return measure(replace(output, draws=draws))
+
+
+def _rests_on_rows(error: OwnError) -> bool:
+    """Say whether nothing but a minority of rows in excess convicts."""
+    others = error.nonfinite or error.extreme or error.fits or error.median > MEDIAN_RATIO
+    return error.convicted and not others
 
 
 def _observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:

@@ -8,7 +8,7 @@ rounding averages away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,22 +23,24 @@ ORDER_FREEDOM = 4.0
 """How many times the error of one float32 computation may grow by summing in another order."""
 
 
-def rounding_noise(exact: torch.Tensor, low: torch.Tensor, unit: float) -> torch.Tensor:
+def rounding_noise(exact: torch.Tensor, lows: Sequence[torch.Tensor], unit: float) -> torch.Tensor:
     """Estimate rounding's standard deviation by element, as a row factor times a channel factor.
 
-    ``exact`` and ``low`` are the exact and the low-precision reference's outputs, [row, channel] or
-    [row, head, channel] where each head has a scale of its own; ``unit`` is the dtype's unit
-    roundoff: no channel is taken to be known much better than one rounding of its typical value
-    leaves it. Factoring keeps one massive channel or one massive row from setting the scale of the
-    rest. Returns float64 of the same shape.
+    ``exact`` and each of ``lows`` are the exact and the low-precision reference's outputs, the
+    latter under one draw of rounding or under several: [row, channel], or [row, head, channel]
+    where each head has a scale of its own. ``unit`` is the dtype's unit roundoff: no channel is
+    taken to be known much better than one rounding of its typical value leaves it. Factoring keeps
+    one massive channel or one massive row from setting the scale of the rest. Returns float64 of
+    the same shape.
     """
-    error = (low - exact).double().square()
+    error = torch.stack([(low - exact).double().square() for low in lows]).mean(0)
     size = exact.double().square()
     row_size = size.mean(-1, keepdim=True).clamp_min(_TINY)
     floor = (ONE_ROUNDING * unit) ** 2 * (size / row_size).mean(0)
     channel = ((error / row_size).mean(0) + 0.01 * floor).clamp_min(_TINY)
     row = (error / channel).mean(-1, keepdim=True)
-    weight = exact.shape[-1] / (exact.shape[-1] + _PRIOR_CHANNELS)
+    seen = exact.shape[-1] * len(lows)
+    weight = seen / (seen + _PRIOR_CHANNELS)
     typical = (row / row_size).median(0, keepdim=True).values
     row = weight * row + (1 - weight) * typical * row_size
     return (row.clamp_min(_TINY) * channel).sqrt()

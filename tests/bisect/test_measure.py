@@ -87,7 +87,7 @@ def test_chance_stays_far_from_the_threshold() -> None:
     for seed in range(100):
         exact = values(seed, ROWS, HEADS, CHANNELS)
         output = outputs(exact, seed)
-        scale = rounding_noise(exact, output.low, unit_roundoff("bfloat16"))
+        scale = rounding_noise(exact, [output.low], unit_roundoff("bfloat16"))
         error, gain = (output.captured - exact) / scale, exact / scale
         offset = torch.ones_like(exact) / scale
         for moved, axis in ((gain, (1, 2)), (gain, (2,)), (gain, ()), (offset, ())):
