@@ -12,6 +12,9 @@ from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import RoundingBudget
 
+GAP_FACTOR = 1.5
+"""A gap up to this many times what rounding predicts is explained by rounding."""
+
 
 def rounding_budget(
     model: ReferenceModel,

@@ -8,11 +8,13 @@ small error that later layers amplify nor to a large one that they ignore.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from layerbisect.bisect.budget import GAP_FACTOR
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Tail
@@ -33,6 +35,20 @@ class CarriedGap:
     mode: Mode
     forwards: int
     tail: Tail = "reference"
+
+    def floor(self, predicted: float, freedom: float) -> float:
+        """Up to which gap (nat) the tail's own rounding may make all of it.
+
+        The reference runs in full precision. A trainer as the tail rounds anew on states that
+        differ by little, so from the first boundary on it makes about the gap that rounding makes
+        between two engines, wherever the states come from. That is measured: the largest gap that
+        rounding explains, or what is ``predicted`` (nat) where none is so small. ``freedom`` is how
+        many times wider rounding may be than predicted.
+        """
+        if self.tail == "reference" or not math.isfinite(predicted):
+            return 0.0
+        allowed = GAP_FACTOR * freedom * predicted
+        return max((g for n, g in self.at.items() if n and g <= allowed), default=predicted)
 
 
 def visible_boundaries(sides: tuple[Side, Side], num_layers: int) -> list[int]:

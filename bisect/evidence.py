@@ -25,7 +25,14 @@ from layerbisect.bisect.routing import compare_routes
 from layerbisect.bisect.routing_report import Routing
 from layerbisect.bisect.routing_words import with_routes
 from layerbisect.bisect.side_culprits import EMBEDDED, Shares
-from layerbisect.bisect.verdict import Gap, LayerEvidence, Probe, RoundingBudget, RuledOut
+from layerbisect.bisect.verdict import (
+    Gap,
+    LayerEvidence,
+    Probe,
+    RoundingBudget,
+    RuledOut,
+    squared_above,
+)
 from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
 
 SCAN_OPERATIONS = 5e12
@@ -71,13 +78,18 @@ def gather(
         gap = replace(gap, source="read-out")
     errors = _own_errors(case)
     weights = compare_weights(case.model, case.sides)
-    shares = _shares(carried, gap, case.layers)
+    case.progress.start("rounding budget", 1)
+    budget = rounding_budget(case.model, case.sides, case.progress.advance)
+    # where one side is narrower, its rounding is nearly all
+    freedom = min(order_freedom(side.dtype) for side in case.sides)
+    floor = carried.floor(budget.predicted_gap, freedom)
+    if floor:
+        notes.append(f"carried gaps up to {floor:.4g} nat are the tail's own rounding: no layer's")
+    shares = _shares(carried, gap, case.layers, floor)
     findings = convict(errors, case.sides, shares, weights)
     routing = compare_routes(case, _convicted(errors, findings))
     told = tuple(weights.told(with_routes(culprit, routing)) for culprit in findings.culprits)
     findings = replace(findings, culprits=told)
-    case.progress.start("rounding budget", 1)
-    budget = rounding_budget(case.model, case.sides, case.progress.advance)
     repeat, steady = _repeats(case, notes)
     return Evidence(
         gap=gap,
@@ -87,12 +99,11 @@ def gather(
         findings=findings,
         weights=weights,
         budget=budget,
-        # where one side is narrower, its rounding is nearly all
-        freedom=min(order_freedom(side.dtype) for side in case.sides),
+        freedom=freedom,
         repeat=repeat,
         routing=routing,
         layers=_layers(case, carried, errors),
-        probe=Probe(carried.mode, carried.forwards, carried.tail) if carried.at else None,
+        probe=Probe(carried.mode, carried.forwards, carried.tail, floor) if carried.at else None,
         ruled_out=(*findings.ruled_out, *_same_weights(case, weights, notes), *steady),
         notes=tuple(notes),
     )
@@ -145,17 +156,20 @@ def _convicted(errors: Mapping[str, Sequence[OwnError]], findings: Findings) -> 
     return found - {e.point for e in findings.alike}
 
 
-def _shares(carried: CarriedGap, gap: Gap, layers: int) -> dict[int | None, float | None]:
+def _shares(
+    carried: CarriedGap, gap: Gap, layers: int, floor: float
+) -> dict[int | None, float | None]:
     """Shares of the squared gap; independent contributions add in squares."""
     whole = gap.mae**2
     shares: dict[int | None, float | None] = {None: None}
     if not math.isfinite(whole) or whole == 0:
         return shares
-    if 0 in carried.at:
-        shares[EMBEDDED] = carried.at[0] ** 2 / whole
+    at = {layer: squared_above(size, floor) for layer, size in carried.at.items()}
+    if 0 in at:
+        shares[EMBEDDED] = at[0] / whole
     for layer in range(layers):
-        if layer in carried.at and layer + 1 in carried.at:
-            shares[layer] = (carried.at[layer + 1] ** 2 - carried.at[layer] ** 2) / whole
+        if layer in at and layer + 1 in at:
+            shares[layer] = (at[layer + 1] - at[layer]) / whole
     last = carried.at.get(layers)
     if last is not None:
         shares[None] = max(1 - last**2 / whole, 0.0)

@@ -84,7 +84,9 @@ def bisect(
         case.sides, case.joined, case.model.config.experts, case.progress
     )
     reasons = _gates(case, differences)
-    evidence = None if reasons else gather(case, probe, live)
+    evidence = None if reasons else gather(case, probe, live.carried if live else None)
+    if live is not None and evidence is not None:
+        live.check(evidence.budget.predicted_gap, evidence.freedom)
     judgement = Judgement("inconclusive", tuple(reasons)) if evidence is None else weigh(evidence)
     case.progress.done()
     return _verdict(case, differences, evidence, judgement, split)

@@ -154,12 +154,14 @@ class Probe:
     """How the carried gap was located: a scan of all boundaries or a search, and its cost.
 
     ``tail`` is what ran from the boundaries on: the reference, a part of the model a forward, or
-    the live trainer, all of it.
+    the live trainer, all of it. Carried gaps up to ``floor`` (nat) may be the tail's own rounding;
+    shares are of what is beyond it, in squares.
     """
 
     mode: Literal["scan", "search"]
     forwards: int
     tail: Tail = "reference"
+    floor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,11 @@ class Verdict:
         plain = _plain(dataclasses.asdict(self))
         assert isinstance(plain, dict)
         return {"schema": plain.pop("schema"), **plain}
+
+
+def squared_above(gap: float, floor: float) -> float:
+    """Square of what is in a gap (nat) beside the tail's rounding, which adds in squares."""
+    return max(gap**2 - floor**2, 0.0)
 
 
 def _plain(value: Any) -> Any:

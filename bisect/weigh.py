@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from layerbisect.bisect.budget import GAP_FACTOR
 from layerbisect.bisect.evidence import Evidence
 from layerbisect.bisect.side_culprits import EMBEDDED, is_everywhere
 from layerbisect.bisect.verdict import Culprit, Status
 
-GAP_FACTOR = 1.5
-"""A gap up to this many times what rounding predicts is explained by rounding."""
 GAP_DEVIATIONS = 3.0
 """A gap must be beyond that by this many of its standard errors."""
 STANDING_OUT = 0.3

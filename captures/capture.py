@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 from layerbisect.captures.errors import LayerBisectError
@@ -74,6 +74,16 @@ def capture(
         CaptureWarning: once, on leaving, if something kept the capture from being whole. A capture
             whose context ended by an exception stays unfinished; its passes can be read.
     """
+    if not isinstance(points, str) and not (
+        isinstance(points, Sequence) and all(isinstance(one, str) for one in points)
+    ):
+        raise LayerBisectError(
+            f"points is {points!r}; give a pattern such as 'coarse', or a list of patterns"
+        )
+    if not isinstance(directory, str | PathLike) or not fspath(directory):
+        raise LayerBisectError(
+            f"the capture's directory is {directory!r}; name a new directory, or an empty one"
+        )
     if is_megatron(model):
         from layerbisect.captures.megatron.capture import MegatronCapture
 
@@ -91,6 +101,10 @@ def capture(
         )
     from layerbisect.captures.transformers_capture import ModelCapture
 
+    if not isinstance(model, Sequence) and not hasattr(model, "modules"):
+        raise LayerBisectError(
+            f"got {model!r:.40} for the model; give a transformers model or Megatron's GPTModel"
+        )
     if vocab is not None or only is not None:
         raise LayerBisectError(
             f"got vocab={vocab} and only={only}, which are for Megatron-core's GPTModel, and a "

@@ -13,7 +13,7 @@ from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import Phase, SequenceInfo
 from layerbisect.captures.passfile import PassFile
 from layerbisect.captures.rows import Rows
-from layerbisect.captures.vocab_scores import ShardScores, combine
+from layerbisect.captures.vocab_scores import ShardScores, combine, padding_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Gatherer:
         self.passes: list[JointPass] = []
         self.sequences: list[SequenceInfo] = []
         self.names: set[str] = set()
-        self.problems: list[str] = []
+        self._problems: list[str] = []
+        self._leaks: list[tuple[float, int]] = []
         self._requests = requests
         self._number: dict[str, int] = {}
         self._seen: list[Rows] = []
@@ -77,9 +78,10 @@ class Gatherer:
             for file, number in zip(ranks, numbers, strict=True)
             if file.shard is not None
         ]
-        scored, logprob, problem = combine(parts)
-        if problem and problem not in self.problems:
-            self.problems.append(problem)
+        scored, logprob, problem, leak = combine(parts)
+        if problem and problem not in self._problems:
+            self._problems.append(problem)
+        self._leaks.append((leak, len(scored)))
         self._scored.append(scored)
         self._logprobs.append(logprob)
 
@@ -100,6 +102,14 @@ class Gatherer:
                     "pass before it; name the sequences apart and capture again"
                 )
         return np.array([self._number[s.name] for s in file.header.sequences], np.int32)
+
+    @property
+    def problems(self) -> list[str]:
+        """What the scores lack, in sentences."""
+        tokens = sum(count for _, count in self._leaks)
+        leak = sum(mean * count for mean, count in self._leaks) / max(1, tokens)
+        padding = padding_problem(leak)
+        return [*self._problems, *([padding] if padding else [])]
 
     def rows(self) -> Rows:
         """All rows, in the order of the passes."""

@@ -162,7 +162,8 @@ class Routes:
             which = f"all {rows}" if kept == rows else f"{kept} of {rows}"
             found.append(
                 f"{which} rows kept their own routes, as {name} has none for their tokens or an "
-                "error says why; capture both sides on the same token IDs and with the same salts"
+                "error says why (rows that pad sequences count too, where a job passes no mask); "
+                "capture both sides on the same token IDs and with the same salts"
             )
         for layer, varying in sorted(self._varying.items()):
             found.append(

@@ -56,6 +56,8 @@ class ShardScores:
             return self
         at = find(tokens, self.pending.sequence, self.pending.position + 1)
         known = at >= 0
+        # a token that is none of the vocabulary has no log-prob
+        known[known] = tokens.token[at[known]] < self.vocab[2]
         target = tokens.take(at[known])
         logits = np.asarray(self.logits, np.float64)[known]
         mine = (target.token >= self.vocab[0]) & (target.token < self.vocab[1])
@@ -119,15 +121,15 @@ def shard_scores(
 
 def combine(
     parts: Sequence[ShardScores],
-) -> tuple[Rows, NDArray[np.float64], str | None]:
+) -> tuple[Rows, NDArray[np.float64], str | None, float]:
     """Put the ranks' parts of one pass together.
 
-    Returns the scored tokens, their log-probs, and a sentence where something is missing (nothing
-    is scored by a part of the vocabulary) or where the padding of the vocabulary has a part of the
-    probability.
+    Returns the scored tokens, their log-probs, a sentence where something is missing (nothing is
+    scored by a part of the vocabulary), and how much lower (nat, mean over tokens) a loss over the
+    vocabulary's padding, too, scores them.
     """
     if not parts:
-        return Rows.empty(), np.empty(0), None
+        return Rows.empty(), np.empty(0), None, 0.0
     by_vocab: dict[Vocab, list[ShardScores]] = {}
     for part in parts:
         by_vocab.setdefault(part.vocab, []).append(part)
@@ -142,6 +144,7 @@ def combine(
             np.empty(0),
             f"no log-probs: ranks scored the tokens {held} of a vocabulary of {max(totals)}, "
             "which do not tile it; a rank wrote nothing",
+            0.0,
         )
     merged = [_merged(by_vocab[vocab]) for vocab in extents]
     tables = [(keys, table) for keys, table, _ in merged]
@@ -164,13 +167,17 @@ def combine(
         problem = f"{most - len(common)} tokens were not scored by every rank of the vocabulary"
     seen = np.isfinite(lse)
     leak = float((np.logaddexp(lse, padding) - lse)[seen].mean()) if seen.any() else 0.0
-    if leak > PADDING_NATS:
-        problem = (
-            "the rows that pad the vocabulary have a part of the probability: a loss over all of "
-            f"its logits scores tokens {leak:.2g} nat lower than this capture, which leaves them "
-            "out"
-        )
-    return rows, logit - lse, problem
+    return rows, logit - lse, problem, leak
+
+
+def padding_problem(leak: float) -> str | None:
+    """Say so where the padding of the vocabulary has a part of the probability (``leak``, nat)."""
+    if leak <= PADDING_NATS:
+        return None
+    return (
+        "the rows that pad the vocabulary have a part of the probability: a loss over all of "
+        f"its logits scores tokens {leak:.2g} nat lower than this capture, which leaves them out"
+    )
 
 
 def find(rows: Rows, sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.intp]:

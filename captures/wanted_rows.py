@@ -28,6 +28,8 @@ class WantedSequences:
                 "it; capture whole sequences there (flush the prefix cache first)"
             )
         rows = opened.rows.take(known)
+        self._directory = opened.directory
+        self._rows = rows.take(rows.sequence == rows.sequence.min())
         self._keys = np.unique(opened.keys.key[known])
         self._last = np.unique(opened.keys.key[known[_ends(rows)]])
 
@@ -47,6 +49,19 @@ class WantedSequences:
         inside = np.isin(keys.key[ends], self._keys) & keys.known[ends]
         wanted[rows.sequence[ends[inside]]] = True
         return wanted
+
+    def none_of(self, count: int, first: Rows) -> str:
+        """Say that none of ``count`` sequences is wanted, and where the ``first`` differs."""
+        said = f"{count} sequences were seen and none is in {self._directory}"
+        mine, theirs = (dict(zip(r.position, r.token, strict=True)) for r in (first, self._rows))
+        for position in sorted(mine.keys() & theirs.keys()):
+            if mine[position] != theirs[position]:
+                said += (
+                    f": at position {position} the first seen has token {mine[position]}, and the "
+                    f"first there {theirs[position]}"
+                )
+                break
+        return f"{said}; capture the round of the job that scores these sequences"
 
 
 def _ends(rows: Rows) -> NDArray[np.intp]:

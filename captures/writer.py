@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from layerbisect.captures.claiming import listed, taken
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import (
     CAPTURE_FILE,
@@ -119,20 +120,10 @@ class CaptureWriter:
             ) from None
 
     def _claim(self) -> None:
-        if self.directory.exists() and not self.directory.is_dir():
-            raise CaptureError(f"{self.directory} is a file; name a directory for the capture")
         try:
-            names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []
+            names = listed(self.directory)
             if (CAPTURE_FILE in names and self._manifest.rank == 0) or self._is_anothers(names):
-                raise CaptureError(
-                    f"{self.directory} already holds a capture; name another directory or delete it"
-                )
-            foreign = [n for n in names if n != CAPTURE_FILE and not n.startswith((".", "rank-"))]
-            if foreign:
-                raise CaptureError(
-                    f"{self.directory} holds other files ({foreign[0]!r}); "
-                    "name an empty or a new directory for the capture"
-                )
+                raise taken(self.directory)
             self._folder.mkdir(parents=True)
         except FileExistsError:
             raise CaptureError(

@@ -7,6 +7,7 @@ Versions come from package metadata: nothing heavy is imported, and nothing is s
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import platform
 import shutil
@@ -21,6 +22,20 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "layerbisect"
 PLATFORM = "SGLANG_PLATFORM"
 PREFIX = "LAYERBISECT_"
+VARIABLES = (
+    "LAYERBISECT_CAPTURE",
+    "LAYERBISECT_LABEL",
+    "LAYERBISECT_ONLY",
+    "LAYERBISECT_POINTS",
+    "LAYERBISECT_REQUESTS",
+    "LAYERBISECT_ROUND",
+    "LAYERBISECT_TAIL",
+    "LAYERBISECT_WEIGHTS",
+    "LAYERBISECT_WEIGHTS_FIRST",
+    "LAYERBISECT_WEIGHTS_FORM",
+)
+"""What is read by the plugin, or by the hook of miles and slime."""
+
 MINIMUM = {"torch": (2, 6), "transformers": (5, 19), "sglang": (0, 5, 16), "megatron-core": (0, 16)}
 """Oldest versions that were tried; for SGLang the first with plugins."""
 
@@ -172,6 +187,12 @@ def _variables(environment: Mapping[str, str]) -> Check:
             "variables", "ok", f"no {PREFIX}* is set: servers started here capture nothing"
         )
     said = ", ".join(f"{name}={value}" for name, value in found.items())
+    unknown = [name for name in found if name not in (*VARIABLES, PLATFORM)]
+    if unknown:
+        known = [name.removeprefix(PREFIX) for name in VARIABLES]
+        near = difflib.get_close_matches(unknown[0].removeprefix(PREFIX), known, 1)
+        meant = f"did you mean {PREFIX}{near[0]}" if near else f"known are {', '.join(VARIABLES)}"
+        return Check("variables", "problem", said, f"nothing reads {', '.join(unknown)}; {meant}")
     if f"{PREFIX}CAPTURE" in found:
         return Check("variables", "ok", said, "an SGLang server started here captures")
     return Check("variables", "problem", said, "captures nothing until LAYERBISECT_CAPTURE is set")

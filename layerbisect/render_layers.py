@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.verdict import LayerEvidence, Verdict
+from layerbisect.bisect.verdict import LayerEvidence, Verdict, squared_above
 from layerbisect.wording import bar, nat, percent, times
 
 SHORT = 24
@@ -42,13 +42,14 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     largest = max(carried, default=0.0)
     last_carried = layers[-1].carried_out
     whole = verdict.gap.mae if verdict.gap is not None else last_carried
+    floor = verdict.probe.floor if verdict.probe is not None else 0.0
     guilty = {c.layer for c in verdict.culprits}
 
     def gap(value: float | None) -> Text:
         drawn = bar(value, largest, BAR, mark)
         return Text.assemble(f"{nat(value):<8}", (drawn, "cyan"))
 
-    for run in _runs(layers, guilty, whole, verbose):
+    for run in _runs(layers, guilty, whole, floor, verbose):
         first, last = run[0], run[-1]
         convicted = first.layer in guilty and len(run) == 1
         number = str(first.layer) if len(run) == 1 else f"{first.layer}-{last.layer}"
@@ -57,7 +58,7 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
             ">" if convicted else "",
             number,
             gap(first.carried_in),
-            percent(_share(first, last, whole)),
+            percent(_share(first, last, whole, floor)),
             *(times(value) for value in own),
             _worst(run, verdict.labels),
             style="bold" if convicted else None,
@@ -69,14 +70,21 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     return table
 
 
-def _share(first: LayerEvidence, last: LayerEvidence, whole: float | None) -> float | None:
+def _share(
+    first: LayerEvidence, last: LayerEvidence, whole: float | None, floor: float
+) -> float | None:
     if first.carried_in is None or last.carried_out is None or not whole:
         return None
-    return float((last.carried_out**2 - first.carried_in**2) / whole**2)
+    before, after = (squared_above(gap, floor) for gap in (first.carried_in, last.carried_out))
+    return (after - before) / whole**2
 
 
 def _runs(
-    layers: Sequence[LayerEvidence], guilty: set[int | None], whole: float | None, verbose: bool
+    layers: Sequence[LayerEvidence],
+    guilty: set[int | None],
+    whole: float | None,
+    floor: float,
+    verbose: bool,
 ) -> Iterator[Sequence[LayerEvidence]]:
     """Split into single layers and runs of at least ``RUN`` in which nothing happens."""
     if verbose or len(layers) <= SHORT:
@@ -88,7 +96,7 @@ def _runs(
     def matters(place: int) -> bool:
         layer = layers[place]
         near = {layer.layer - 1, layer.layer, layer.layer + 1} & guilty
-        share = _share(layer, layer, whole) or 0.0
+        share = _share(layer, layer, whole, floor) or 0.0
         ends = place in (0, len(layers) - 1)
         return ends or bool(near) or abs(share) >= SHARE or place in loud
 

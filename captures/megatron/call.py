@@ -86,6 +86,14 @@ def kept_alone(call: Call, kept: NDArray[np.bool_]) -> Call:
     )
 
 
+def unscored(call: Call, vocab: int | None) -> Call:
+    """Take what comes after a row for unknown where no token of the vocabulary does."""
+    if vocab is None:
+        return call
+    beyond = (call.after >= 0) & (call.rows.token[call.after] >= vocab)
+    return replace(call, after=np.where(beyond, -1, call.after), last=call.last | beyond)
+
+
 def scattered(call: Call, tensor: tuple[int, int]) -> RowPart:
     """Pick the rows whose activations a sequence-parallel rank holds: an equal stretch of the grid.
 

@@ -16,7 +16,7 @@ from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import CaptureInfo
 from layerbisect.captures.megatron.chunk import ChunkCapture, Names
 from layerbisect.captures.megatron.experts import orders
-from layerbisect.captures.megatron.model import Chunk, unwrap
+from layerbisect.captures.megatron.model import Chunk, check_vocab, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.weights import fingerprints
 from layerbisect.captures.routes import wanted
@@ -61,6 +61,7 @@ class MegatronCapture:
         self.directory = Path(directory)
         self._model = model
         self.chunks = unwrap(model)
+        check_vocab(self.chunks, vocab)
         self.points = self.chunks[0].points(points)
         self._label = label
         self._names, self._salts = tuple(names or ()), tuple(salts or ())

@@ -13,13 +13,13 @@ from layerbisect.captures.batch import Batch, RowPart
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import SequenceInfo, TensorHeader
 from layerbisect.captures.megatron import adapter, experts
-from layerbisect.captures.megatron.call import Call, kept_alone, read_call, scattered
-from layerbisect.captures.megatron.model import Chunk
+from layerbisect.captures.megatron.call import Call, kept_alone, read_call, scattered, unscored
+from layerbisect.captures.megatron.model import Chunk, beyond_vocabulary
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.routes import forced_router
 from layerbisect.captures.points import Point
 from layerbisect.captures.recorder import Recorder
-from layerbisect.captures.rows import prefix_keys
+from layerbisect.captures.rows import Rows, prefix_keys
 from layerbisect.captures.telling import TellingWriter
 from layerbisect.captures.vocab_scores import Vocab, shard_scores
 from layerbisect.captures.wanted_rows import WantedSequences
@@ -62,6 +62,8 @@ class ChunkCapture:
         self._held: Vocab | None = None
         self._forcing, self._only = forcing, only
         self._live = False
+        # without a wanted sequence: how many there were, and the tokens of the first
+        self._unwanted, self._first = 0, Rows.empty()
         self.recorder = Recorder(
             writer,
             [name for name in points if chunk.holds(name)],
@@ -119,7 +121,11 @@ class ChunkCapture:
         """Finish after the last pass."""
         for problem in self._forcing.problems() if self._forcing else ():
             self.writer.error(problem)
-        self.writer.close(self.passes)
+        if self._only is not None and self._unwanted and not self.passes:
+            self.writer.error(self._only.none_of(self._unwanted, self._first))
+            self.writer.finish()
+        else:
+            self.writer.close(self.passes)
 
     def _passes_by(self) -> bool:
         import torch
@@ -164,10 +170,16 @@ class ChunkCapture:
             if self._only is not None:
                 kept = self._only.chosen(call.rows, [s.salt for s in sequences])
                 if not kept.any():
+                    if not self._unwanted:
+                        self._first = call.rows.take(call.rows.sequence == 0)
+                    self._unwanted += call.sequences
                     # all ranks of a replica see that, and none counts this pass
                     return
                 call = kept_alone(call, kept)
                 sequences = tuple(s for s, k in zip(sequences, kept, strict=True) if k)
+            if beyond := beyond_vocabulary(call.rows, self._vocab):
+                self.writer.error(beyond)
+                call = unscored(call, self._vocab)
             part = scattered(call, self._place.tensor) if self._place.sequence_parallel else None
             self.recorder.begin(
                 Batch("forward", sequences, call.rows, call.grid, call.index, part=part)

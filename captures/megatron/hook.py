@@ -22,7 +22,8 @@ rollout's server does not capture into the same directory:
 ``LAYERBISECT_TAIL``
     the rollout's capture: before the round its states are carried through the trainer's layers (see
     :mod:`layerbisect.captures.megatron.tail`), and ``<LAYERBISECT_CAPTURE>.carried.json`` is
-    written for ``layerbisect bisect --carried``.
+    written for ``layerbisect bisect --carried``, where there is none. All ranks must be given it:
+    where one alone is, it waits for the others, and the job hangs.
 
 The job calls the hook on every rank with the model in evaluation mode, and names the weights that
 are in it by a prefix of what it stores: none for the actor, ``ref_`` and ``teacher_`` for others.
@@ -45,7 +46,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.carried import check_unwritten
+from layerbisect.captures.claiming import check_new
+from layerbisect.captures.errors import CaptureError, LayerBisectError
 
 if TYPE_CHECKING:
     from layerbisect.captures.megatron.capture import MegatronCapture
@@ -96,6 +99,7 @@ class LiveRound:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._seen = 0
+        self._taken = False
         self._handles: list[Any] = []
         self._running: MegatronCapture | None = None
 
@@ -103,7 +107,7 @@ class LiveRound:
         """A log-prob round begins: end a capture that is running, and start one if it is time."""
         self.close()
         # miles and slime name a critic's model so; its rounds have the actor's prefix
-        first = model[0] if isinstance(model, (list, tuple)) else model
+        first = model[0] if isinstance(model, (list, tuple)) and model else model
         if prefix or getattr(first, "role", "actor") != "actor":
             return
         number, self._seen = self._seen, self._seen + 1
@@ -113,7 +117,22 @@ class LiveRound:
         if os.environ.get(TAIL):
             with _guarded("the live tail"):
                 self._carry(args, model, os.environ[TAIL])
-        self._open(args, model)
+        if not self._taken:
+            self._open(args, model)
+
+    def _check(self) -> None:
+        """Raise CaptureError, before any forward, where what was written is not to be kept."""
+        try:
+            check_new(self.directory)
+        except CaptureError:
+            # said once: the capture is not begun, either
+            self._taken = True
+            raise
+        check_unwritten(self._carried)
+
+    @property
+    def _carried(self) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.carried.json")
 
     def _open(self, args: Any, model: Model) -> None:
         from layerbisect.captures.megatron.capture import MegatronCapture
@@ -177,17 +196,17 @@ class LiveRound:
             pipeline_forward(model, packed=packed),
             label=_label(),
             vocab=getattr(args, "vocab_size", None),
+            check=self._check,
         )
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            file = self.directory.with_name(f"{self.directory.name}.carried.json")
-            found.write(file)
+            found.write(self._carried)
             log.info(
                 "layerbisect: %d forwards of the trainer carried %d tokens through %d boundaries: "
                 "%s",
                 found.forwards,
                 found.tokens,
                 len(found.gaps),
-                file,
+                self._carried,
             )
 
 

@@ -63,7 +63,7 @@ class JobScores:
             mine = [part.resolved(rows) for part in self._parts]
         everyone = self._gathered(mine)
         with self._problems.noted():
-            scored, logprob, _ = combine(everyone)
+            scored, logprob, *_ = combine(everyone)
             after = find(rows, rows.sequence, rows.position + np.int32(1))
             wanted = np.flatnonzero(after >= 0)
             token = rows.take(after[wanted])

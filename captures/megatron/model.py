@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.points import parse, select
+from layerbisect.captures.rows import Rows
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,8 @@ def unwrap(model: Model) -> list[Chunk]:
         raise LayerBisectError("the model is an empty list; give the job's list of model chunks")
     found = []
     for number, one in enumerate(given):
-        inner = next((m for m in one.modules() if _is_gpt(m)), None)
+        modules = one.modules() if hasattr(one, "modules") else ()
+        inner = next((m for m in modules if _is_gpt(m)), None)
         if inner is None:
             raise LayerBisectError(
                 f"chunk {number} is a {type(one).__name__} without a Megatron GPTModel; "
@@ -109,6 +111,28 @@ def unwrap(model: Model) -> list[Chunk]:
             )
         found.append(Chunk(inner, number, len(given), _layers(inner)))
     return found
+
+
+def check_vocab(chunks: Sequence[Chunk], vocab: int | None) -> None:
+    """Raise LayerBisectError for a number of tokens that the model's vocabulary cannot have."""
+    padded = int(chunks[0].model.vocab_size)
+    whole = isinstance(vocab, int) and not isinstance(vocab, bool)
+    if vocab is not None and not (whole and 1 <= vocab <= padded):
+        raise LayerBisectError(
+            f"vocab is {vocab!r}, and the model's vocabulary has {padded} rows; give the number of "
+            f"tokens among them, from 1 to {padded}"
+        )
+
+
+def beyond_vocabulary(rows: Rows, vocab: int | None) -> str | None:
+    """Say, in a sentence, which token is none of the ``vocab`` that there are said to be."""
+    if vocab is None or not len(rows) or rows.token.max() < vocab:
+        return None
+    at = int((rows.token >= vocab).argmax())
+    return (
+        f"token {rows.token[at]} at position {rows.position[at]} lies beyond the vocabulary of "
+        f"{vocab} that was given"
+    )
 
 
 def _is_gpt(module: Any) -> bool:

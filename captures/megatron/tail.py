@@ -17,14 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.captures.boundary_search import Mode, probe_boundaries
-from layerbisect.captures.carried import BoundaryGap, CarriedFile, rows_digest
+from layerbisect.captures.carried import (
+    BoundaryGap,
+    CarriedFile,
+    in_key_order,
+    rows_digest,
+    states_digest,
+    weights_digest,
+)
 from layerbisect.captures.chains import first_of_each, lay_out
 from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.megatron.agreeing import gathered_fingerprints, reduced
 from layerbisect.captures.megatron.inject import Injection, States, injected
 from layerbisect.captures.megatron.job_scores import JobScores
-from layerbisect.captures.megatron.model import Chunk, unwrap
+from layerbisect.captures.megatron.model import Chunk, beyond_vocabulary, check_vocab, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.problems import Problems
+from layerbisect.captures.megatron.weights import fingerprints
 from layerbisect.captures.points import boundary
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.store import Capture
@@ -66,6 +75,7 @@ class LiveTail:
         self._model, self._rollout, self._forward = model, rollout, forward
         self._label, self._vocab = label, vocab
         self._chunks = unwrap(model)
+        check_vocab(self._chunks, vocab)
         self._place = Place.here(self._chunks[0].config)
         self._layers = int(self._chunks[0].config.num_layers)
         if rollout.info.num_layers != self._layers:
@@ -81,8 +91,12 @@ class LiveTail:
                 f"{rollout.directory} holds no sequence of two tokens or more from its start on; "
                 "capture requests with an empty cache"
             )
-        self._digest, self._scored = rows_digest(keys), chains.scored
+        self._digest, self._scored, self._chains = rows_digest(keys), chains.scored, chains
+        self._states_digest = states_digest(rollout)
+        self._weights = fingerprints(model, vocab=vocab)
         self._index: NDArray[np.intp] = unique[chains.row]
+        if beyond := beyond_vocabulary(rollout.rows, vocab):
+            raise LayerBisectError(f"{beyond}, in {rollout.directory}; give the model's own")
         sequence = np.repeat(np.arange(len(chains.lengths)), chains.lengths)
         self._rows = Rows.of(sequence, chains.position, chains.token)
         ends = np.cumsum(chains.lengths)[:-1]
@@ -117,6 +131,7 @@ class LiveTail:
         with _undisturbed(self._chunks):
             own, done = self._run(None)
             self._agreed(None, np.abs(own)[self._scored], done)
+            scores = self._told(in_key_order(self._chains, own))
 
             def probe(layer: int) -> float:
                 scores, injection = self._run(layer)
@@ -129,11 +144,25 @@ class LiveTail:
             trainer=self._label,
             num_layers=self._layers,
             rows=self._digest,
+            states=self._states_digest,
+            weights=weights_digest(gathered_fingerprints(self._weights)),
             tokens=int(self._scored.sum()),
             mode=mode,
             forwards=self.forwards,
             gaps=tuple(BoundaryGap(layer, at[layer]) for layer in sorted(at)),
+            scores=tuple(score if np.isfinite(score) else None for score in scores),
         )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank is the one that has all log-probs and tells them to the others."""
+        place, scorer = self._place, any(chunk.model.post_process for chunk in self._chunks)
+        return scorer and place.tensor[0] == place.context[0] == place.data[0] == 0
+
+    def _told(self, scores: NDArray[np.float64]) -> list[float]:
+        """Tell the last stage's log-probs (nat) to all ranks."""
+        mine = scores if self._speaks else np.zeros_like(scores)
+        return reduced(mine.tolist(), "SUM", self._chunks)
 
     def _run(self, layer: int | None) -> tuple[NDArray[np.float64], Injection]:
         """Run all sequences, from ``layer`` on with the rollout's states.
@@ -166,12 +195,11 @@ class LiveTail:
 
     def _agreed(self, layer: int | None, size: NDArray[np.float64], injection: Injection) -> float:
         """The mean of the last stage's ``size``, on all ranks; checks what all of them did."""
-        place, scorer = self._place, any(chunk.model.post_process for chunk in self._chunks)
-        first = place.tensor[0] == place.context[0] == 0
-        known = size[np.isfinite(size)] if scorer and first and place.data[0] == 0 else size[:0]
+        place = self._place
+        known = size[np.isfinite(size)] if self._speaks else size[:0]
         # under sequence parallelism each rank has rows of its own, else all have the same
         counts = place.data[0] == 0 and (place.sequence_parallel or place.tensor[0] == 0)
-        total, tokens, replaced, problems = _reduced(
+        total, tokens, replaced, problems = reduced(
             [
                 float(known.sum()),
                 float(len(known)),
@@ -203,10 +231,11 @@ def live_carried_gap(
     label: str = "trainer",
     vocab: int | None = None,
     mode: Mode = "search",
+    check: Callable[[], None] | None = None,
 ) -> CarriedFile:
     """Open a rollout's capture and carry its states; every rank of the job calls this together.
 
-    Arguments are as :class:`LiveTail` has them.
+    Arguments are as :class:`LiveTail` has them; ``check`` raises where a rank must not begin.
 
     Raises:
         Exception: on all ranks, before any forward, where one of them cannot begin.
@@ -214,33 +243,22 @@ def live_carried_gap(
     failed: Exception | None = None
     tail: LiveTail | None = None
     try:
+        if check is not None:
+            check()
         tail = LiveTail(model, Capture.open(rollout), forward, label=label, vocab=vocab)
     except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
         failed = error
     mine = float(tail.fingerprint if tail else 0)
-    ready, least, most = _reduced([float(tail is not None), mine, -mine], "MIN", unwrap(model))
+    ready, least, most = reduced([float(tail is not None), mine, -mine], "MIN", unwrap(model))
     if failed is not None:
         raise failed
     assert tail is not None
     if not ready or least != -most:
         raise LayerBisectError(
-            f"the ranks do not all read the same capture {rollout}; put it where all of them see it"
+            f"the ranks do not all read the same capture {rollout}, or not all may begin; put it "
+            "where all of them see it, and see the log of the others"
         )
     return tail.carried_gap(mode)
-
-
-def _reduced(values: Sequence[float], how: str, chunks: Sequence[Chunk]) -> list[float]:
-    """Add numbers up over all ranks of the job (``SUM``), or take the least of each (``MIN``)."""
-    import torch
-    from torch import distributed
-
-    if not distributed.is_initialized():
-        return list(values)
-    device = next(chunks[0].model.parameters()).device
-    joint = torch.tensor(values, dtype=torch.float64, device=device)
-    distributed.all_reduce(joint, getattr(distributed.ReduceOp, how))
-    reduced: list[float] = joint.tolist()
-    return reduced
 
 
 @contextmanager

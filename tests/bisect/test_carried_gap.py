@@ -14,6 +14,7 @@ from layerbisect.bisect.join import join
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
+from layerbisect.bisect.verdict import squared_above
 from layerbisect.captures.store import Capture
 from tests.bisect.conftest import Clean
 from tests.bisect.making import Engine, random_tokens, rewrite
@@ -174,3 +175,18 @@ def test_a_search_costs_the_logarithm_of_the_layers(
         found = carried_gap(Model, None, mode="search")  # type: ignore[arg-type]
         assert steps(found) == [(culprit, culprit + 1)]
         assert found.forwards <= 2 * (2 + layers.bit_length())
+
+
+def test_a_trainer_s_rounding_is_measured_where_rounding_explains_it() -> None:
+    def floor(gaps: list[float], predicted: float = 0.02, freedom: float = 1.0) -> float:
+        return CarriedGap(dict(enumerate(gaps)), "scan", 6, "trainer").floor(predicted, freedom)
+
+    assert floor([0.0, 0.021, 0.025, 0.024]) == 0.025
+    # a step is a layer's
+    assert floor([0.0, 0.021, 0.025, 3.8]) == 0.025
+    # the first layer has a fault: nothing is so small that rounding makes it
+    assert floor([0.0, 3.7, 3.8, 3.8]) == 0.02
+    assert floor([0.0, 3.7, 3.8, 3.8], freedom=200.0) == 3.8
+    assert floor([0.0, 0.1], predicted=float("nan")) == 0.0
+    assert CarriedGap({1: 0.02}, "scan", 2).floor(0.02, 1.0) == 0.0
+    assert squared_above(5.0, 3.0) == 16.0 and squared_above(0.02, 0.025) == 0.0

@@ -9,12 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerbisect.captures.carried import BoundaryGap, CarriedFile, rows_digest
+from layerbisect.captures.carried import (
+    BoundaryGap,
+    CarriedFile,
+    in_key_order,
+    rows_digest,
+    weights_digest,
+)
+from layerbisect.captures.chains import first_of_each, lay_out
 from layerbisect.captures.errors import CaptureError
-from layerbisect.captures.rows import KEY_DTYPE
+from layerbisect.captures.rows import KEY_DTYPE, Rows, prefix_keys
 
 GAPS = (BoundaryGap(0, 0.0), BoundaryGap(2, 0.25), BoundaryGap(4, 1.0))
-FILE = CarriedFile("rollout", "trainer", 4, "0" * 32, 94, "search", 4, GAPS)
+SCORES = (-1.25, None, -0.5)
+FILE = CarriedFile(
+    rollout="rollout",
+    trainer="trainer",
+    num_layers=4,
+    rows="0" * 32,
+    states="1" * 32,
+    weights="",
+    tokens=3,
+    mode="search",
+    forwards=4,
+    gaps=GAPS,
+    scores=SCORES,
+)
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -42,6 +62,40 @@ def test_gaps_that_cannot_be_are_refused(tmp_path: Path, gaps: tuple[BoundaryGap
     replace(FILE, gaps=gaps).write(path)
     with pytest.raises(CaptureError, match="is damaged: .* gaps at boundaries .* of 4 layers"):
         CarriedFile.read(path)
+
+
+def test_scores_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "carried.json"
+    replace(FILE, tokens=4).write(path)
+    with pytest.raises(CaptureError, match="is damaged: 3 scores of 4 tokens"):
+        CarriedFile.read(path)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "carried.json"
+    FILE.write(path)
+    with pytest.raises(CaptureError, match="carried.json is there already, and is not overwritten"):
+        replace(FILE, tokens=1, scores=(-1.0,)).write(path)
+    assert CarriedFile.read(path) == FILE
+
+
+def test_scores_come_in_the_order_of_their_tokens_keys() -> None:
+    rows = Rows.of([0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [5, 6, 7, 5, 9])
+    keys = prefix_keys(rows, rows, ["", ""])
+    first = first_of_each(keys)
+    table = rows.take(first)
+    chains = lay_out(table, keys.key[first])
+    # each place has what its next token is; the shared first token counts once
+    next_token = np.where(chains.target >= 0, chains.target, np.nan).astype(float)
+    found = in_key_order(chains, next_token)
+    assert found.tolist() == [t for t in table.token.tolist() if t != 5]
+
+
+def test_weights_are_digested_by_name() -> None:
+    assert weights_digest({}) == ""
+    both = weights_digest({"a": "1", "b": "2"})
+    assert both == weights_digest({"b": "2", "a": "1"})
+    assert both not in (weights_digest({"a": "1"}), weights_digest({"a": "2", "b": "1"}))
 
 
 @pytest.mark.parametrize(

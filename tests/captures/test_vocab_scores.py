@@ -68,7 +68,7 @@ def test_parts_of_the_vocabulary_and_of_the_sequence_give_the_log_probs_of_the_w
         for a, b in zip(edges, edges[1:], strict=False)
         for rank in range(3)
     ]
-    scored, logprob, problem = combine([p.resolved(rows) for p in parts])
+    scored, logprob, problem, _ = combine([p.resolved(rows) for p in parts])
     assert problem is None
     wanted = np.flatnonzero(rows.position > 0)
     assert list(zip(scored.sequence, scored.position, scored.token, strict=True)) == list(
@@ -88,12 +88,27 @@ def test_padding_of_the_vocabulary_that_has_probability_is_left_out_and_told() -
         # nothing but padding
         shard_scores(padded[:, 10:], (10, 10, 10), rows, after, ~everything),
     ]
-    _, logprob, problem = combine(parts)
+    _, logprob, problem, leak = combine(parts)
     np.testing.assert_allclose(
         logprob, logprobs_of(logits, rows.token[1:], np.arange(5)), atol=2e-5
     )
     lost = (padded.logsumexp(1) - logits.logsumexp(1))[:5].mean()
-    assert problem is not None and f"{float(lost):.2g} nat lower" in problem
+    assert problem is None and leak == pytest.approx(float(lost), abs=1e-5)
+
+
+def test_the_padding_of_all_passes_is_told_once(tmp_path: Path, info: CaptureInfo) -> None:
+    writer = CaptureWriter(tmp_path / "c", info)
+    leaks = []
+    for seed, length in ((1, 5), (2, 9)):
+        rows, logits = layout([length], seed, 10)
+        after = np.append(np.arange(1, length), -1)
+        padded = torch.cat([logits, logits[:, :2]], dim=1)
+        leaks += list((padded.logsumexp(1) - logits.logsumexp(1))[: length - 1].tolist())
+        scores = shard_scores(padded, (0, 10, 10), rows, after, np.zeros(length, bool))
+        writer.write_pass("forward", [SequenceInfo(f"s{seed}")], rows, {}, {}, scores=scores)
+    writer.finish()
+    (problem,) = Capture.open(tmp_path / "c").problems
+    assert f"scores tokens {np.mean(leaks):.2g} nat lower than this capture" in problem
 
 
 def test_a_part_in_which_all_is_masked_out_has_no_probability_and_makes_no_nan() -> None:
@@ -101,7 +116,7 @@ def test_a_part_in_which_all_is_masked_out_has_no_probability_and_makes_no_nan()
     logits[1, 4:] = -torch.inf
     everything = np.ones(5, bool)
     parts = [part(rows, logits, vocab, everything, 0) for vocab in ((0, 4, 10), (4, 10, 10))]
-    _, logprob, problem = combine([p.resolved(rows) for p in parts])
+    _, logprob, problem, _ = combine([p.resolved(rows) for p in parts])
     expected = torch.log_softmax(logits, 1)[:4].gather(1, torch.from_numpy(rows.token[1:, None]))
     np.testing.assert_allclose(logprob, expected[:, 0], atol=2e-5)
     assert problem is None
@@ -113,7 +128,7 @@ def test_ranks_that_score_the_same_logits_differently_are_told() -> None:
     other = logits.clone()
     other[2, 3] += 1
     parts = [part(rows, one, (0, 10, 10), everything, 0) for one in (logits, other)]
-    scored, _, problem = combine(parts)
+    scored, _, problem, _ = combine(parts)
     assert len(scored) == 4
     assert problem == "ranks that hold the same logits scored 1 tokens differently"
 
@@ -122,7 +137,7 @@ def test_a_missing_part_of_the_vocabulary_scores_nothing_and_is_named() -> None:
     rows, logits = layout([4], 0, 10)
     everything = np.ones(4, bool)
     parts = [part(rows, logits, vocab, everything, 0) for vocab in ((0, 4, 10), (4, 8, 10))]
-    scored, logprob, problem = combine(parts)
+    scored, logprob, problem, _ = combine(parts)
     assert not len(scored) and not len(logprob)
     assert problem is not None and "[0, 4), [4, 8) of a vocabulary of 10" in problem
 

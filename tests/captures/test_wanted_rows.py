@@ -60,6 +60,20 @@ def test_a_batch_without_rows_and_rows_without_their_start_are_not_chosen(
     assert wanted.chosen(rows_of([2, 3], start=1), [""]).tolist() == [False]
 
 
+def test_where_no_sequence_is_wanted_the_first_difference_is_said(
+    tmp_path: Path, info: CaptureInfo
+) -> None:
+    wanted = WantedSequences(capture_of(tmp_path / "c", info, rows_of([1, 2, 3], [7, 7])))
+    assert wanted.none_of(5, rows_of([1, 4, 3])).startswith(
+        f"5 sequences were seen and none is in {tmp_path / 'c'}: at position 1 the first seen has "
+        "token 4, and the first there 2; "
+    )
+    # another salt, say
+    assert wanted.none_of(1, rows_of([1, 2, 3])).startswith(
+        f"1 sequences were seen and none is in {tmp_path / 'c'}; "
+    )
+
+
 def test_a_capture_without_whole_sequences_is_refused(tmp_path: Path, info: CaptureInfo) -> None:
     held = capture_of(tmp_path / "c", info, rows_of([2, 3], start=1))
     with pytest.raises(LayerBisectError, match="no sequence from its start"):

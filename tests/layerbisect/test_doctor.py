@@ -1,6 +1,7 @@
 """What `layerbisect doctor` says about a machine."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -107,6 +108,23 @@ def test_variables_that_make_a_server_capture_are_told(installed: dict[str, str]
     assert capturing.found == "LAYERBISECT_CAPTURE=/x, LAYERBISECT_POINTS=all"
     assert capturing.state == "ok"
     assert check("variables", LAYERBISECT_POINTS="all").state == "problem"
+
+
+def test_a_variable_that_nothing_reads_is_told(installed: dict[str, str]) -> None:
+    found = check("variables", LAYERBISECT_CAPTURE="/x", LAYERBISECT_PONTS="all")
+    assert found.state == "problem" and found.found.endswith("LAYERBISECT_PONTS=all")
+    assert found.advice == "nothing reads LAYERBISECT_PONTS; did you mean LAYERBISECT_POINTS"
+    unlike = check("variables", LAYERBISECT_XYZZY="1").advice
+    assert unlike.startswith("nothing reads LAYERBISECT_XYZZY; known are LAYERBISECT_CAPTURE, ")
+    for name in doctor.VARIABLES:
+        told = check("variables", **{name: "1", "LAYERBISECT_CAPTURE": "/x"})
+        assert told.state == "ok", name
+
+
+def test_every_variable_that_is_documented_is_known() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {m for page in pages for m in re.findall(r"LAYERBISECT_[A-Z_]*[A-Z]", page.read_text())}
+    assert named and named <= set(doctor.VARIABLES)
 
 
 @pytest.mark.parametrize(

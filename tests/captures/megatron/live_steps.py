@@ -107,7 +107,7 @@ def refused_carry(rank: Rank, step: dict[str, Any]) -> str:
     """Say what a rank is told where the states cannot be carried.
 
     ``only``: the rank that sees ``rollout``. ``skip``: how many sequences a forward leaves out.
-    ``unread``: a rank that can open ``rollout``, and not read its points.
+    ``unread``: a rank that can open ``rollout``, and after a forward not read its points.
     """
     rollout = step["rollout"]
     if step.get("only", rank.number) != rank.number:
@@ -118,8 +118,12 @@ def refused_carry(rank: Rank, step: dict[str, Any]) -> str:
         calls.append(1)
         run(sequences[step.get("skip", 0) :])
 
-    def read(*_: Any) -> None:
-        raise OSError("the disk is gone")
+    own = Capture.read
+
+    def read(*given: Any) -> Any:
+        if calls:
+            raise OSError("the disk is gone")
+        return own(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         if step.get("unread") == rank.number:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from layerbisect.captures.errors import CaptureError
+from layerbisect.captures.megatron.hook import before_log_prob
 from layerbisect.captures.store import Capture
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import run_job
+from tests.bisect.making import Line, write_lines
 
 pytest.importorskip("megatron.core", reason="CI has megatron-core")
 
@@ -41,6 +46,8 @@ def lived(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     """What one job lived through, by the names of its steps; ``folder`` holds the captures."""
     folder = tmp_path_factory.mktemp("captures")
     (folder / "file").write_text("no directory")
+    (folder / "kept.carried.json").write_text("of another run")
+    write_lines(folder / "others", [[Line("a", n, token) for n, token in enumerate([1, 2, 1])]])
 
     def step(name: str, events: list[str], **more: Any) -> dict[str, Any]:
         env = {"LAYERBISECT_CAPTURE": str(folder / name)} | more.pop("env", {})
@@ -87,6 +94,14 @@ def lived(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
             env={"LAYERBISECT_TAIL": str(folder / "job")},
             args={"use_routing_replay": True},
         ),
+        "taken": step("others", [*ROUND, "train"], env={"LAYERBISECT_TAIL": str(folder / "job")}),
+        "kept": step("kept", [*ROUND, "train"], env={"LAYERBISECT_TAIL": str(folder / "job")}),
+        "other prompts": step(
+            "other-prompts", [*ROUND, "train"], env={"LAYERBISECT_ONLY": str(folder / "others")}
+        ),
+        "too many": step("too-many", ROUND, args={"vocab_size": VOCAB + 1}),
+        "no number": step("no-number", ROUND, args={"vocab_size": str(VOCAB)}),
+        "too few": step("too-few", [*ROUND, "train"], args={"vocab_size": 200}),
         "rollout routes": step(
             "rollout-routes", [*ROUND, "train"], args={"use_rollout_routing_replay": True}
         ),
@@ -145,6 +160,8 @@ def test_another_round_can_be_chosen(lived: dict[str, Any]) -> None:
         ("wrong points", "no point matches 'layers.7' in a model of 2 layers"),
         ("older", "nothing is captured with --keep-old-actor"),
         ("cut otherwise", "nothing is captured with --allgather-cp"),
+        ("too many", "vocab is 257, and the model's vocabulary has 256 rows; give the number"),
+        ("no number", "vocab is '256', and the model's vocabulary has 256 rows; give the number"),
     ],
 )
 def test_what_goes_wrong_is_logged_once(lived: dict[str, Any], name: str, told: str) -> None:
@@ -178,6 +195,63 @@ def test_a_tail_that_cannot_be_run_leaves_the_capture(lived: dict[str, Any]) -> 
         folder = lived["folder"] / name.replace(" ", "-")
         assert Capture.open(folder).finished
         assert not folder.with_name(f"{folder.name}.carried.json").exists()
+
+
+def test_nothing_is_overwritten_and_said_before_any_forward(lived: dict[str, Any]) -> None:
+    # on a CPU the tail's forwards fail by themselves
+    (taken,) = lived["taken"]["told"]
+    assert "others already holds a capture; name another directory or delete it" in taken
+    assert taken.endswith("; the job goes on")
+    assert not (lived["folder"] / "others.carried.json").exists()
+    (kept,) = lived["kept"]["told"]
+    assert "kept.carried.json is there already, and is not overwritten" in kept
+    assert (lived["folder"] / "kept.carried.json").read_text() == "of another run"
+    assert Capture.open(lived["folder"] / "kept").finished
+
+
+def test_a_rollout_of_other_prompts_is_told_from_a_model_that_was_not_called(
+    lived: dict[str, Any],
+) -> None:
+    said = (
+        f"2 sequences were seen and none is in {lived['folder'] / 'others'}: at position 0 the "
+        f"first seen has token {TOKENS[0][0]}, and the first there 1"
+    )
+    (told,) = lived["other prompts"]["told"]
+    assert said in told
+    with pytest.raises(CaptureError, match=re.escape(said)):
+        Capture.open(lived["folder"] / "other-prompts")
+
+
+def test_a_token_beyond_the_vocabulary_that_was_given_is_not_scored(lived: dict[str, Any]) -> None:
+    capture = Capture.open(lived["folder"] / "too-few")
+    beyond = [(n, t) for ids in TOKENS for n, t in enumerate(ids) if t >= 200]
+    assert beyond and len(capture.rows) == ROWS
+    position, token = next((n, t) for n, t in enumerate(TOKENS[0]) if t >= 200)
+    said = f"token {token} at position {position} lies beyond the vocabulary of 200 that was given"
+    assert any(said in problem for problem in capture.problems)
+    assert np.isfinite(capture.scores.logprob).all() and (capture.scores.rows.token < 200).all()
+    assert len(capture.scores.logprob) == sum(t < 200 for ids in TOKENS for t in ids[1:])
+
+
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        ([], "the model is an empty list; give the job's list of model chunks"),
+        (None, "chunk 0 is a NoneType without a Megatron GPTModel"),
+    ],
+)
+def test_no_model_is_told_in_a_sentence(
+    model: Any,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("LAYERBISECT_CAPTURE", str(tmp_path / "c"))
+    before_log_prob(SimpleNamespace(), model, "")
+    (message,) = caplog.messages
+    assert f"LayerBisectError: {told}" in message
+    assert not (tmp_path / "c").exists()
 
 
 def test_routes_that_the_job_replays_are_told_from_the_model_s_own(lived: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ def lived(
         "alone": {"do": "forward", "tokens": TOKENS, "micro_batch": 1},
         "rollout": hooked("rollout", rollouts.faulty),
         "trainer": hooked("trainer", rollouts.clean, f"gate-up-swapped:{SWAPPED}"),
+        "clean": hooked("clean", rollouts.clean),
         "by hand": {"do": f"{STEPS}carry", **rollout, "out": str(folder / "hand"), "mode": "scan"},
         "in training": {
             "do": f"{STEPS}carry", **rollout, "out": str(folder / "training"),
@@ -200,7 +201,31 @@ def test_the_verdict_is_that_of_the_reference(lived: Lived, rollouts: Rollouts, 
     assert culprits(live) == culprits(offline)
     assert culprits(live)[0][0] == SWAPPED and culprits(live)[0][3] == side
     assert offline.probe == Probe("scan", 2 * (LAYERS + 1), "reference")
-    assert live.probe == Probe("search", lived.carried(side).forwards, "trainer")
+    assert live.probe is not None and live.rounding_budget is not None
+    assert replace(live.probe, floor=0.0) == Probe(
+        "search", lived.carried(side).forwards, "trainer"
+    )
+    # what the tail's rounding makes from the first boundary on is no layer's
+    assert 0 < live.probe.floor <= 1.5 * live.rounding_budget.predicted_gap
+    assert live.culprits[0].share_of_gap == pytest.approx(1, abs=0.3)
+
+
+def test_what_the_tail_rounds_is_no_layer_s(lived: Lived, rollouts: Rollouts) -> None:
+    pair = (rollouts.clean, lived.folder / "clean")
+    file = lived.folder / "clean.carried.json"
+    verdict = layerbisect.bisect(*pair, model=rollouts.model, carried=file)
+    assert verdict.status == "agree" and verdict.probe is not None
+    gaps = {one.boundary: one.gap for one in lived.carried("clean").gaps}
+    assert verdict.probe.floor == max(gaps.values())
+    page = CliRunner().invoke(
+        main,
+        ["bisect", *map(str, pair), "--model", str(rollouts.model), "--carried", str(file)],
+        terminal_width=200,
+    )
+    assert page.exit_code == 0 and "nat are the tail's own rounding" in page.output
+    # the raw gaps stay
+    assert verdict.layers[0].carried_in == gaps[0]
+    assert verdict.layers[-1].carried_out == gaps[LAYERS]
 
 
 def test_the_page_says_what_ran_and_how_often(lived: Lived, rollouts: Rollouts) -> None:
@@ -221,7 +246,13 @@ def test_the_page_says_what_ran_and_how_often(lived: Lived, rollouts: Rollouts) 
         (dict(trainer="actor"), "labels 'rollout' and 'actor', not"),
         (dict(num_layers=LAYERS + 1), "a model of 9 layers, not 8"),
         (dict(rows="0" * 32), "other rows than .*faulty has"),
-        (dict(tokens=7), "7 tokens, where the captures have 94 in common"),
+        (
+            dict(tokens=7, scores=(-1.0,) * 7),
+            "7 tokens, where the captures have 94 in common",
+        ),
+        (dict(weights="0" * 32), "a trainer with other weights than .*rollout was captured with"),
+        (dict(scores=(-1.0,) * 94), "another run of the trainer, whose log-probs are .* nat from"),
+        (dict(scores=(None,) * 94), "another run of the trainer, whose log-probs are inf nat from"),
     ],
 )
 def test_a_carried_gap_of_something_else_is_refused(
@@ -232,6 +263,30 @@ def test_a_carried_gap_of_something_else_is_refused(
     pair = (rollouts.faulty, lived.folder / "rollout")
     with pytest.raises(LayerBisectError, match=f"does not fit the captures: it is of {told}"):
         layerbisect.bisect(*pair, model=rollouts.model, carried=other)
+
+
+@pytest.mark.parametrize(
+    "pair, name, told",
+    [
+        # the same tokens and labels: the trainer has a fault, and ran without it in the file
+        (("faulty", "trainer"), "rollout", "another run of the trainer, whose log-probs are"),
+        (("clean", "rollout"), "trainer", "another run of the trainer, whose log-probs are"),
+        # the file's rollout has a fault
+        (("clean", "rollout"), "rollout", "another run of the rollout, with other states than"),
+    ],
+)
+def test_a_carried_gap_of_another_run_is_refused(
+    lived: Lived, rollouts: Rollouts, pair: tuple[str, str], name: str, told: str
+) -> None:
+    sides = (getattr(rollouts, pair[0]), lived.folder / pair[1])
+    file = lived.folder / f"{name}.carried.json"
+    with pytest.raises(LayerBisectError, match=f"does not fit the captures: it is of {told}"):
+        layerbisect.bisect(*sides, model=rollouts.model, carried=file)
+    page = CliRunner().invoke(
+        main,
+        ["bisect", *map(str, sides), "--model", str(rollouts.model), "--carried", str(file)],
+    )
+    assert page.exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])
