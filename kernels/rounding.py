@@ -24,8 +24,8 @@ def shifted_grid(scale: float) -> Iterator[None]:
     """Let ``rounded`` round to the numbers of the narrower dtype divided by ``scale``.
 
     The numbers lie as densely, and others of them are near: on the same input every rounding error
-    is as large as before and is drawn anew. ``scale`` must lie above 0.5 and not above 1, where
-    nothing overflows that did not before.
+    is as large as before (up to twice that among subnormal numbers) and is drawn anew. ``scale``
+    must lie above 0.5 and not above 1, where nothing overflows that did not before.
     """
     before = _scale.set(scale)
     try:
