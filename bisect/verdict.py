@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from layerbisect.bisect.routing_report import Routing
     from layerbisect.bisect.scores.report import ScoreReport
 
+OTHER_WEIGHTS = "its weights differ from the model directory"
+"""What the evidence of a culprit begins with whose weights are known to be others."""
 SCHEMA = 1
 Tail = Literal["reference", "trainer"]
 Status = Literal["agree", "divergent", "unstable", "inconclusive"]

@@ -10,7 +10,7 @@ import torch
 
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
-from layerbisect.bisect.verdict import Culprit
+from layerbisect.bisect.verdict import OTHER_WEIGHTS, Culprit
 from layerbisect.captures.fingerprint import fingerprint
 from layerbisect.captures.weight_states import WeightFinding
 
@@ -22,6 +22,8 @@ _OPERATORS = (
     ("norm", "norm"),
     ("_proj", "linear"),
 )
+# pairs of ranks that are named in a culprit's evidence
+_RANKS = 3
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
 
 WEIGHTED = frozenset({"embedding", "norm", "linear", "router", "experts", "head"})
@@ -76,7 +78,7 @@ class WeightEvidence:
         """Say first of a culprit that its weights are known to differ, where they are."""
         lines = [
             ("" if culprit.side == label else f"{label}: ")
-            + "its weights differ from the model directory: "
+            + f"{OTHER_WEIGHTS}: "
             + ", ".join(names[:3])
             + (f" and {len(names) - 3} more" if names[3:] else "")
             for label, names in self.behind(culprit).items()
@@ -112,7 +114,11 @@ def compare_weights(model: ReferenceModel, sides: tuple[Side, Side]) -> WeightEv
             for label, found in findings.items()
         },
         ranks={
-            s.label: tuple(_ranks(model, s, one, names) for one in findings[s.label]) for s in sides
+            s.label: (
+                *(_ranks(model, s, one, names) for one in findings[s.label][:_RANKS]),
+                *_more(len(findings[s.label]) - _RANKS),
+            )
+            for s in sides
         },
     )
 
@@ -124,6 +130,10 @@ def owner(name: str) -> Owner:
         return None, _ENDS.get(name.rpartition(".")[0], "weights")
     operator = next((op for part, op in _OPERATORS if part in found[2]), "weights")
     return int(found[1]), operator
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more pairs of ranks that differ"] if count > 0 else []
 
 
 def _ranks(model: ReferenceModel, side: Side, found: WeightFinding, known: Iterable[str]) -> str:

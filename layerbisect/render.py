@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from layerbisect.bisect.verdict import Culprit, RoundingBudget, Verdict
+from layerbisect.bisect.verdict import OTHER_WEIGHTS, Culprit, RoundingBudget, Verdict
 from layerbisect.render_layers import differences_table, layers_table
 from layerbisect.render_routing import render_routing
 from layerbisect.render_text import STYLES, line, next_line, title
@@ -61,7 +61,8 @@ def _conviction(culprit: Culprit) -> str:
     proof = f"own error {_own(culprit)}"
     # what a fit or a few rows convict is within rounding over most rows, and a choice is no size
     by_size = culprit.own_error > _PLAIN_RATIO * max(culprit.floor, 1.0)
-    if culprit.evidence and (not by_size or culprit.point.endswith("expert_ids")):
+    said_first = culprit.operator == "weights" or OTHER_WEIGHTS in "".join(culprit.evidence[:1])
+    if culprit.evidence and (said_first or not by_size or culprit.point.endswith("expert_ids")):
         proof = culprit.evidence[0].removeprefix(f"{culprit.point}: ")
     if culprit.share_of_gap is not None and culprit.share_of_gap > 0:
         return f"{said} makes {percent(culprit.share_of_gap)} of the gap; {proof}"

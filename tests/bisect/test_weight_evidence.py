@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.store import Capture
-from layerbisect.render import render_verdict
+from layerbisect.render import headline, render_verdict
 from tests.bisect.conftest import Clean
 from tests.bisect.making import Engine, random_tokens, rewrite
 from tests.bisect.test_several_faults import stale
@@ -152,5 +152,21 @@ def test_weights_known_to_differ_are_said_first(clean: Clean, part: str, tmp_pat
     assert verdict.next == "find out which weights the trainer side loaded, and when"
     console = Console(width=100, file=io.StringIO())
     render_verdict(verdict, console)
+    # in the first sentence, too
+    assert f"; {first}" in headline(verdict)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.index("its weights differ from the model") < shown.index("on its own captured in")
+
+
+def test_of_many_replicas_the_first_few_are_named(clean: Clean, tmp_path: Path) -> None:
+    held = Capture.open(clean.trainer).info.fingerprints
+    captures = [clean.trainer]
+    for number in range(1, 6):
+        prints = {**held, NORM: f"{number:016}"}
+        captures.append(
+            rewrite(clean.trainer, tmp_path / f"{number}", info={"fingerprints": prints})
+        )
+    joined = replicas(tmp_path / "joined", captures)
+    (culprit,) = bisect(clean.rollout, joined, model=clean.model).culprits
+    assert sum("hold different values of" in line for line in culprit.evidence) == 3
+    assert "and 2 more pairs of ranks that differ" in culprit.evidence
