@@ -17,11 +17,17 @@ EXAMPLES = 5
 """So many flips of a layer are told one by one."""
 
 _INPUTS = ("input", "mid", "mlp.norm")
+_TELLING = ("mlp.norm", "mlp.router_logits")
+"""What a router reads and what it makes of it: without them its doing is not told from others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guilty:
-    """What of a layer's router is convicted on one side: its logits, the selection by them."""
+    """What of a layer's router is convicted on one side: its logits, the selection by them.
+
+    Of a side that does not show what its router read, a conviction of its logits is one of the
+    whole stretch that ends in them.
+    """
 
     logits: bool
     selection: bool
@@ -48,6 +54,13 @@ def explain(
     points = [LayerPoints(case.model, side, layer) for side in case.sides]
     if not all(any(p.captured(name) is not None for name in _INPUTS) for p in points):
         return None
+    lacking = {
+        side.label: tuple(s for s in _TELLING if p.captured(s) is None)
+        for p, side in zip(points, case.sides, strict=True)
+    }
+    # of a side with neither, logits are what its whole layer would make
+    blind = [len(names) == len(_TELLING) for names in lacking.values()]
+    read = not any("mlp.norm" in names for names in lacking.values())
     first, second = (select(p) for p in points)
     fresh, count = case.sides[0].fresh, case.model.config.top_k
     steady = fresh[~before[fresh]]
@@ -59,11 +72,14 @@ def explain(
     sets = (first.chosen[rows], second.chosen[rows])
     margin = margins(*sets, logits)
     same = _choose_alike(*logits, count)
-    at_fault = ~(first.follows & second.follows)[rows]
-    if guilty.selection:
+    astray = [~made.follows[rows] for made in (first, second)]
+    at_fault, unknown = torch.zeros_like(same), torch.zeros_like(same)
+    for wrong, hidden in zip(astray, blind, strict=True):
+        (unknown if hidden else at_fault).logical_or_(wrong)
+    if guilty.selection and not any(blind):
         at_fault |= same
     by_router = torch.zeros_like(at_fault)
-    if guilty.logits:
+    if guilty.logits and read:
         # from what they read, both would have chosen the same
         exact = [p.compute("mlp.router_logits")[rows] for p in points]
         by_router = _choose_alike(exact[0], exact[1], count) & ~at_fault
@@ -74,17 +90,23 @@ def explain(
         margin=margin.amax(1),
         noise=noise,
     )
+    if guilty.logits and not read:
+        # the stretch that is convicted ends in the router, and need not begin there
+        unknown |= cause == CAUSES.index("inherited")
+    cause[unknown & ~(at_fault | by_router)] = CAUSES.index("not known")
     return Explained(
         causes={name: int((cause == at).sum()) for at, name in enumerate(CAUSES)},
         same_logits=int(same.sum()),
         astray={
             side.label: int((~made.follows[fresh]).sum())
-            for made, side in zip((first, second), case.sides, strict=True)
+            for made, side, hidden in zip((first, second), case.sides, blind, strict=True)
+            if not hidden
         },
         by_router=int(by_router.sum()),
         noise=noise,
         logits_differ=differ,
         examples=_examples(case, rows, sets, margin, cause),
+        lacking=lacking,
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Cause = Literal["near tie", "consequence", "inherited", "unexplained"]
+Cause = Literal["near tie", "consequence", "inherited", "unexplained", "not known"]
 """Why a token's experts differ between the sides.
 
 ``near tie``: each side's choice wins by no more than rounding makes the two sides' logits differ.
@@ -14,6 +14,7 @@ Cause = Literal["near tie", "consequence", "inherited", "unexplained"]
 follows from its own side's router logits, which really cross, and no router of the layer is
 convicted of that: what reached it differs. ``unexplained``: a choice does not follow from its own
 side's logits, or what is convicted of the router (its logits, the selection) made the flip.
+``not known``: what would tell the router's doing from what came before it was not captured.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -46,6 +47,8 @@ class Explained:
     ``causes`` add up to them. ``same_logits`` counts flips in which both sides' router logits would
     choose the same experts; ``astray`` counts for each side the rows, flipped or not, whose experts
     do not follow from its own logits; ``by_router`` the flips that a convicted router made.
+    ``astray`` leaves out a side of which neither its router's logits nor what it read is seen, and
+    ``lacking`` names for each side which of these two points it does not show.
     ``logits_differ`` is how much the two sides' logits differ (a robust standard deviation) over
     rows not re-routed before, None where there are none, and ``noise`` how much of that is
     rounding. ``examples`` are those with the largest margins, unexplained ones first.
@@ -58,6 +61,7 @@ class Explained:
     noise: float
     logits_differ: float | None
     examples: tuple[Flip, ...]
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,8 @@ class GapSplit:
     ``own`` is the gap with the trainer's own routes, ``forced`` with the rollout's, and
     ``forced_with_weights`` with its experts' weights, too; None where that was not captured.
     ``parts`` says what each of them took away, and as ``rest`` what is left. They add up to
-    ``own``; one is negative where forcing made the gap larger.
+    ``own``; one is negative where forcing made the gap larger. ``unchecked`` says,
+    in a sentence each, of which forced captures nothing shows that they ran the same weights.
     """
 
     tokens: int
@@ -110,6 +115,7 @@ class GapSplit:
     forced: float | None
     forced_with_weights: float | None
     parts: Mapping[str, float]
+    unchecked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from layerbisect.bisect.join import join
 from layerbisect.bisect.routing_report import GapSplit
+from layerbisect.bisect.same_weights import refuse_other_weights
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture, ScoreTable
@@ -32,6 +33,7 @@ def split_gap(rollout: Capture, trainer: Capture, forced: Sequence[Capture]) -> 
             "with its own routes as the trainer's, and this one as a forced one"
         )
     by_kind: dict[str, Capture] = {}
+    unchecked = []
     for capture in forced:
         kind = capture.info.routes
         if kind == "own":
@@ -47,6 +49,11 @@ def split_gap(rollout: Capture, trainer: Capture, forced: Sequence[Capture]) -> 
         by_kind[kind] = capture
         _refuse_another_trainer(trainer, capture)
         _refuse_other_routes(rollout, capture)
+        if not refuse_other_weights(trainer, capture):
+            unchecked.append(
+                f"that {capture.directory} ran the trainer's weights is not checked, as no point "
+                "of both shows it: capture all points"
+            )
     columns = _columns(rollout, trainer, list(by_kind.values()))
     first, second, *others = columns
     gaps = {
@@ -55,7 +62,7 @@ def split_gap(rollout: Capture, trainer: Capture, forced: Sequence[Capture]) -> 
     }
     own = float(np.abs(first - second).mean())
     some, more = gaps.get("forced"), gaps.get("forced with weights")
-    return GapSplit(len(first), own, some, more, _parts(own, some, more))
+    return GapSplit(len(first), own, some, more, _parts(own, some, more), tuple(unchecked))
 
 
 def _parts(own: float, forced: float | None, with_weights: float | None) -> dict[str, float]:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerbisect.bisect.measure import EXCESS_RATIO, Output, OwnError, Sample, measure, quantile
+from layerbisect.bisect.measure import (
+    EXCESS_RATIO,
+    EXTREME_RATIO,
+    Output,
+    OwnError,
+    Sample,
+    measure,
+    quantile,
+)
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
 from layerbisect.bisect.residuals import ONE_ROUNDING, unit_roundoff
@@ -24,20 +32,22 @@ class Selection:
     ``logits`` [flat, expert] are the side's own where it shows them, and else what follows from
     the last points before them that it does; ``chosen`` bool [flat, expert]. ``noise`` is the
     standard deviation of the router's own rounding. ``behind`` [flat] is by how much the best
-    expert that was not chosen is ahead of the worst that was, in units of it, 0 where none is; a
-    choice that is none (a number that is no expert's, one expert twice, too few) is infinitely far
-    behind.
+    expert that was not chosen is ahead of the worst that was, in units of what is allowed, 0 where
+    none is; a choice that is none (a number that is no expert's, one expert twice, too few) is
+    infinitely far behind. Allowed is `rounding_of_choice` where the logits are the side's own
+    (``shown``), and else `TIE_MARGIN` deviations of the noise.
     """
 
     logits: torch.Tensor
     chosen: torch.Tensor
     noise: float
     behind: torch.Tensor
+    shown: bool
 
     @property
     def follows(self) -> torch.Tensor:
         """Say of each place (bool [flat]) whether its choice follows, up to near ties."""
-        return self.behind <= TIE_MARGIN
+        return self.behind <= 1
 
 
 def select(points: LayerPoints) -> Selection:
@@ -51,18 +61,53 @@ def select(points: LayerPoints) -> Selection:
     worst_in = logits.masked_fill(~chosen, torch.inf).amin(1)
     best_out = logits.masked_fill(chosen, -torch.inf).amax(1)
     ahead = (best_out - worst_in).clamp_min(0.0)
-    behind = torch.where(ahead > 0, ahead / noise, ahead)
+    shown = points.captured("mlp.router_logits") is not None
+    allowed = rounding_of_choice(logits, worst_in, best_out) if shown else TIE_MARGIN * noise
+    behind = torch.where(ahead > 0, ahead / allowed, ahead)
     valid = points.routed(ids) & (chosen.sum(1) == points.model.config.top_k)
-    return Selection(logits, chosen, noise, torch.where(valid, behind, torch.inf))
+    return Selection(logits, chosen, noise, torch.where(valid, behind, torch.inf), shown)
+
+
+def rounding_of_choice(
+    logits: torch.Tensor, chosen: torch.Tensor, left: torch.Tensor
+) -> torch.Tensor:
+    """By how much an expert that was left out may be ahead in a side's own logits: [row].
+
+    ``chosen`` and ``left`` [row] are the logits of the worst expert chosen and the best left out. A
+    choice is made of the logits themselves, of wider ones that the logits were rounded from, or of
+    softmax scores rounded to their dtype. One rounding of both logits changes their difference by
+    no more than ``u (|a| + |b|)``, one of both scores their ratio by ``2 u``, and scores in float32
+    cannot tell apart what differs by less than a few roundoffs of the exponent. These are bounds,
+    not deviations: no correct choice is beyond them, in however many rows.
+    """
+    unit, single = unit_roundoff(_held_in(logits)), unit_roundoff("float32")
+    rounded = torch.maximum(unit * (chosen.abs() + left.abs()), chosen.new_tensor(2 * unit))
+    exponent = (logits.amax(1) - chosen).abs()
+    return rounded + 4 * single * (1 + exponent)
+
+
+def _held_in(logits: torch.Tensor) -> str:
+    """Name the narrowest dtype that holds the logits to the bit, as the engine had them."""
+    logits = logits[logits.isfinite().all(1)]
+    for dtype in ("bfloat16", "float16"):
+        if torch.equal(logits.to(getattr(torch, dtype)).to(logits.dtype), logits):
+            return dtype
+    return "float32"
 
 
 def judge_selection(points: LayerPoints) -> OwnError:
-    """Check that the experts chosen are those with the largest router logits, up to near ties."""
+    """Check that the experts chosen are those with the largest router logits, up to near ties.
+
+    Where the logits are the side's own, one row beyond their rounding convicts.
+    """
     made = select(points)
     rows = points.side.fresh
     rows = rows[made.logits[rows].isfinite().all(1)]
-    # in excess where a better expert was ahead by more than a near tie
-    ratio = (made.behind[rows] * (EXCESS_RATIO / TIE_MARGIN)).clamp_max(_INVALID)
+    # in excess where a better expert was ahead by more than is allowed
+    ratio = (made.behind[rows] * EXCESS_RATIO).clamp_max(_INVALID)
+    if made.shown:
+        # what is beyond a bound is no matter of how many rows are
+        ratio = torch.where(made.behind[rows] > 1, ratio.clamp_min(2 * EXTREME_RATIO), ratio)
     judged = OwnError(
         point=points.name("mlp.expert_ids"),
         layer=points.layer,

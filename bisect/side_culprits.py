@@ -112,9 +112,18 @@ class SideCulprits:
                 continue
             by_place: dict[tuple[int | None, str], list[OwnError]] = defaultdict(list)
             for error in errors:
-                by_place[error.layer, _place(error.point)].append(error)
+                by_place[error.layer, self._place(error)].append(error)
             groups += by_place.values()
         return groups
+
+    def _place(self, error: OwnError) -> str:
+        """Where in a layer an error is; what stretches over the MLP's norm is at one place."""
+        suffix = error.point.split(".", 2)[-1]
+        hidden = not self.side.has(f"layers.{error.layer}.mlp.norm")
+        if error.layer is None or suffix.startswith("attn.") or suffix == "mid" or not hidden:
+            return _place(error.point)
+        # each of them is recomputed through the same points, so one fault there makes all err
+        return "mlp" if _operator(error) is None else _place(error.point)
 
     def _culprit(self, group: Sequence[OwnError]) -> Culprit:
         worst = max(group, key=lambda e: e.strength)
@@ -127,7 +136,7 @@ class SideCulprits:
         evidence = [sentence for error in shown for sentence in _evidence(error)]
         if operator is None:
             evidence.append(
-                "points between are not captured: it may be any of " + ", ".join(worst.covers)
+                "points between are not captured: it may be any of " + ", ".join(_common(shown))
             )
         return Culprit(
             layer=worst.layer if one else None,
@@ -194,6 +203,11 @@ def _place(point: str) -> str:
     """Where in a layer a point is; queries, keys and values are made in one place."""
     suffix = point.split(".", 2)[-1]
     return "attn.qkv" if suffix in ("attn.q", "attn.k", "attn.v") else suffix
+
+
+def _common(group: Sequence[OwnError]) -> list[str]:
+    """Operators that all of a group's stretches have, in the order of computation."""
+    return [name for name in group[0].covers if all(name in e.covers for e in group)]
 
 
 def _every_layer(point: str) -> str:

@@ -51,7 +51,19 @@ def weigh(evidence: Evidence) -> Judgement:
                 "explain; capture the points coarse, too",
             ),
         )
-    return _weigh_gap(evidence)
+    judgement = _weigh_gap(evidence)
+    routing = evidence.routing
+    unexplained = routing.causes["unexplained"] if routing is not None else 0
+    if judgement.status == "agree" and routing is not None and unexplained:
+        return Judgement(
+            "inconclusive",
+            (
+                f"{unexplained} of {routing.flips} routes that differ are unexplained, "
+                "and no operator is convicted of them, so the sides do not agree; capture "
+                "mlp.norm, mlp.router_logits and mlp.expert_ids of more tokens on both sides",
+            ),
+        )
+    return judgement
 
 
 def _weigh_gap(evidence: Evidence) -> Judgement:

@@ -26,7 +26,7 @@ LOUD = 3
 EXAMPLES = 5
 """So many flips are told one by one."""
 _PLURAL = {"near tie": "near ties", "consequence": "consequences"}
-_HEADERS = {"near tie": "near\ntie", "consequence": "conse-\nquence"}
+_HEADERS = {"near tie": "near\ntie", "consequence": "conse-\nquence", "not known": "not\nknown"}
 
 
 def routing_sentence(routing: Routing) -> str:
@@ -47,7 +47,11 @@ def routing_sentence(routing: Routing) -> str:
     unknown = flips - sum(causes.values())
     if unknown:
         told += f"{', ' if told else ''}{unknown:,} not judged"
-    explained = "not all explained" if unknown or causes["unexplained"] else "all explained"
+    explained = (
+        "not all explained"
+        if unknown or causes["unexplained"] or causes["not known"]
+        else "all explained"
+    )
     return f"routing: {_share(flips, rows)} of routes differ, {explained}: {told}"
 
 
@@ -65,10 +69,23 @@ def render_routing(
         causes: tuple[Cause, ...] = ("unexplained", "inherited") if verbose else ("unexplained",)
         for sentence in islice(_examples(routing, causes), EXAMPLES):
             line(console, sentence, 2, hang=2)
+        if routing.causes["not known"]:
+            line(console, _lacking(routing), 2, hang=2)
         line(console, _gaps(routing), 2, hang=2)
     if routing.split is not None:
         title(console, "gap split by routes")
         line(console, _split(routing.split, labels[0]), 2, hang=2)
+
+
+def _lacking(routing: Routing) -> str:
+    """Say what to capture to know of the flips of which it is not known."""
+    told = [one.explained for one in routing.layers if one.explained is not None]
+    names = {
+        n for why in told if why.causes["not known"] for ns in why.lacking.values() for n in ns
+    }
+    return (
+        f"not known is what came before the router: capture {' and '.join(sorted(names))} of both"
+    )
 
 
 def _share(flips: int, rows: int) -> str:
@@ -80,7 +97,8 @@ def _table(routing: Routing, verbose: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
     weights = any(one.weights_mean is not None for one in routing.layers)
     order = any(one.order is not None for one in routing.layers)
-    names = ["layer", "flips", "overlap", "first", *(_HEADERS.get(c, c) for c in CAUSES)]
+    causes = [c for c in CAUSES if c != "not known" or routing.causes[c]]
+    names = ["layer", "flips", "overlap", "first", *(_HEADERS.get(c, c) for c in causes)]
     names += ["weights\ndiffer"] * weights + ["order\ndiffers"] * order
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -92,7 +110,7 @@ def _table(routing: Routing, verbose: bool) -> Table:
             _share(flips, rows),
             f"{sum(one.overlap * one.rows for one in run) / max(rows, 1):.3f}",
             f"{sum(one.first for one in run):,}",
-            *_causes(run),
+            *_causes(run, causes),
         ]
         cells += [_mean([one.weights_mean for one in run])] * weights
         cells += [percent(_average([one.order for one in run]))] * order
@@ -100,11 +118,11 @@ def _table(routing: Routing, verbose: bool) -> Table:
     return table
 
 
-def _causes(run: Sequence[LayerRouting]) -> Iterator[str]:
+def _causes(run: Sequence[LayerRouting], causes: Sequence[Cause]) -> Iterator[str]:
     told = [one.explained.causes for one in run if one.explained is not None]
     judged = bool(told) or not any(one.flips for one in run)
-    for cause in CAUSES:
-        yield f"{sum(causes[cause] for causes in told):,}" if judged else "-"
+    for cause in causes:
+        yield f"{sum(one[cause] for one in told):,}" if judged else "-"
 
 
 def _runs(layers: Sequence[LayerRouting], verbose: bool) -> Iterator[Sequence[LayerRouting]]:
@@ -187,4 +205,5 @@ def _split(split: GapSplit, rollout: str) -> str:
         theirs = "their weights too" if said[1:] else f"{rollout}'s routes and weights forced"
         said.append(f"{theirs} {nat(split.forced_with_weights)}")
     parts = ", ".join(f"{name} {nat(size)}" for name, size in split.parts.items())
-    return f"{', '.join(said)}, over {count(split.tokens, 'token')}: {parts} nat"
+    unchecked = "".join(f"; {told}" for told in split.unchecked)
+    return f"{', '.join(said)}, over {count(split.tokens, 'token')}: {parts} nat{unchecked}"

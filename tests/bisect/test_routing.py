@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerbisect.bisect.routing_report import LayerRouting, Routing
+from layerbisect.bisect.selection import largest, rounding_of_choice
 from layerbisect.bisect.verdict import Culprit, Verdict
 from layerbisect.captures.format import How
 from layerbisect.captures.store import Capture
@@ -256,6 +259,70 @@ def test_fewer_experts_than_the_model_chooses(tied: Tied, tmp_path: Path) -> Non
     assert told.order is None
 
 
+class InOneRow:
+    """Leaves one row of all without the expert that is ahead by ``least`` to ``most``."""
+
+    def __init__(self, least: float, most: float) -> None:
+        self.within = (least, most)
+        self.done = False
+
+    def __call__(
+        self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        top = logits.float().topk(CHOSEN + 1).values
+        ahead = top[:, -2] - top[:, -1]
+        rows = ((ahead > self.within[0]) & (ahead < self.within[1])).nonzero().flatten()
+        if self.done or not len(rows):
+            return weights, ids
+        self.done = True
+        wrong = ids.clone()
+        wrong[rows[0]] = takes_the_next(logits, weights, ids)[1][rows[0]]
+        return weighed(logits, weights, wrong), wrong
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_one_choice_against_its_own_logits_convicts(tied: Tied, side: str, tmp_path: Path) -> None:
+    made = tied.choosing(side, tmp_path / "made", AT, InOneRow(0.03, 0.06))
+    verdict = tied.judge({side: made})
+    only_culprit(verdict, f"layers.{AT}.mlp.expert_ids", "router", side)
+    told = layer(verdict).explained
+    assert told is not None and told.astray[side] == 1
+    # of two sides of which one always follows its logits, one route is not explained
+    assert told.causes["unexplained"] == 1
+
+
+def test_unexplained_routes_are_no_agreement(tied: Tied, tmp_path: Path) -> None:
+    whole = tied.choosing("rollout", tmp_path / "whole", AT, InOneRow(0.05, 0.09))
+    # without its own logits one row is too little to convict
+    made = rewrite(whole, tmp_path / "made", points=without("router_logits"))
+    verdict = tied.judge({"rollout": made})
+    assert routing(verdict).causes["unexplained"] == 1
+    assert verdict.status == "inconclusive" and not verdict.culprits
+    assert "1 of" in verdict.reasons[0] and "are unexplained" in verdict.reasons[0]
+
+
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.01, 1.0, 30.0]))
+def test_a_choice_by_what_was_rounded_follows(seed: int, scale: float) -> None:
+    wide = scale * torch.randn(64, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    narrow = wide.bfloat16().float()
+    scores = wide.softmax(-1)
+    chosen_by = {
+        # wide logits of which rounded ones are seen, and scores of what is seen, rounded or not
+        "logits": (narrow, wide),
+        "scores": (narrow, narrow.softmax(-1)),
+        "rounded scores": (narrow, narrow.softmax(-1).bfloat16().float()),
+        "wide scores": (wide, scores),
+    }
+    for name, (seen, by) in chosen_by.items():
+        chosen = largest(by, CHOSEN)
+        worst = seen.masked_fill(~chosen, torch.inf).amin(1)
+        left = seen.masked_fill(chosen, -torch.inf).amax(1)
+        # a score that underflows is no order
+        normal = by.gather(1, by.topk(CHOSEN + 1).indices)[:, -1] > 1e-30
+        allowed = rounding_of_choice(seen, worst, left)
+        assert ((left - worst <= allowed) | ~(normal | (name == "logits"))).all(), name
+
+
 # --- order of slots
 
 
@@ -346,6 +413,28 @@ def test_logits_that_are_not_captured_are_recomputed(
     assert routing(verdict).flips == routing(clean).flips
     assert routing(verdict).causes["unexplained"] == 0
     assert routing(verdict).causes["near tie"] > 0
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("shown", [("router_logits",), ()], ids=["logits", "no logits"])
+@pytest.mark.parametrize("fault", ["o-proj-permuted", "norm-weight"])
+def test_a_router_whose_input_is_not_seen_is_not_accused(
+    tied: Tied, fault: str, shown: tuple[str, ...], side: str, tmp_path: Path
+) -> None:
+    coarse = ("embed", "final_norm", "logprob", ".input", ".output", "expert_ids", "expert_weights")
+    whole = tied.clean | {side: tied.faulty(side, tmp_path / "whole", (fault, AT))}
+    made = {
+        s: rewrite(whole[s], tmp_path / s, points=lambda name: name.endswith((*coarse, *shown)))
+        for s in SIDES
+    }
+    verdict = tied.judge(made)
+    (culprit,) = verdict.culprits
+    assert (culprit.layer, culprit.operator, culprit.side) == (AT, None, side)
+    said = " ".join(culprit.evidence)
+    assert "router's doing" not in said and "not the router's logits" not in said
+    told = routing(verdict)
+    assert told.causes["unexplained"] == 0 and told.causes["not known"] > 0
+    assert "is not known; capture mlp.norm" in said
 
 
 def test_flips_of_which_nothing_is_seen_are_not_judged(

@@ -27,7 +27,7 @@ GAPS = {
 def explained(*counts: int, cause: str = "unexplained") -> Explained:
     flip = Flip(17, 1312, (3,), (61,), (0.31, -0.3), cause)  # type: ignore[arg-type]
     return Explained(
-        causes=dict(zip(CAUSES, (*counts, *[0] * (4 - len(counts))), strict=True)),
+        causes=dict(zip(CAUSES, (*counts, *[0] * (len(CAUSES) - len(counts))), strict=True)),
         same_logits=0,
         astray={"rollout": 0, "trainer": 0},
         by_router=0,
@@ -73,6 +73,10 @@ def rendered(shown: Routing, *, verbose: bool = False, labels: tuple[str, str] =
             "routing: 1.2 % of routes differ, not all explained: 1 near tie, 7 unexplained",
         ),
         (
+            routing(layer(0, explained(1, 0, 0, 0, 7))),
+            "routing: 1.2 % of routes differ, not all explained: 1 near tie, 7 not known",
+        ),
+        (
             routing(layer(0, None, flips=5), layer(1, explained(2))),
             "routing: 0.5 % of routes differ, not all explained: 2 near ties, 5 not judged",
         ),
@@ -103,6 +107,14 @@ def test_a_line_a_layer() -> None:
     page = rendered(routing(layer(5, None, flips=3, first=2)))
     rows = {line.split()[0]: line.split()[1:] for line in page.split("\n") if line.strip()}
     assert rows["5"] == "0.5 % 0.991 2 - - - - 0.0004 12 %".split()
+
+
+def test_what_is_not_known_says_what_to_capture() -> None:
+    told = dataclasses.replace(
+        explained(1, 0, 0, 0, 7), lacking={"a": ("mlp.norm",), "b": ("mlp.norm",)}
+    )
+    page = " ".join(rendered(routing(layer(3, told))).split())
+    assert "capture mlp.norm of both" in page and "7 0.0004" in page
 
 
 def test_agreement_needs_no_table() -> None:
