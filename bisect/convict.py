@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerbisect.bisect.alike import err_alike
 from layerbisect.bisect.measure import OwnError
+from layerbisect.bisect.replicas import Copies, read_rest
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.side_culprits import Shares, SideCulprits
 from layerbisect.bisect.verdict import Culprit, RuledOut
@@ -30,17 +32,31 @@ def convict(
 ) -> Findings:
     """Name the culprits among both sides' own errors.
 
-    An operator that errs alike on both sides is set apart.
+    An operator that errs alike on both sides is set apart. Where ranks of a side hold differing
+    copies of a point, that is a culprit, and what is judged on them is none.
     """
+    read_rest(sides)
     first, second = ([e for e in errors[side.label] if e.convicted] for side in sides)
     alike = [e for e in first if any(err_alike(e, other) for other in second)]
     alike_points = {e.point for e in alike}
     culprits: list[Culprit] = []
     for side, found in zip(sides, (first, second), strict=True):
         own = [e for e in found if e.point not in alike_points]
-        culprits += SideCulprits(errors[side.label], side, shares, weights).name(own)
+        judged, copies = errors[side.label], Copies(side)
+        following = copies.judged_on(own)
+        owners = weights.owners(side.label)
+        # of wrong weights, what they make err is evidence
+        after = [
+            e
+            for root, found_on in following.items()
+            for e in found_on
+            if e.point != root or (e.layer, e.operator) not in owners
+        ]
+        alone = [e for e in own if e not in after]
+        named = SideCulprits(judged, side, shares, weights).name(alone)
+        culprits += copies.accuse(named, following, judged, shares, weights)
     culprits = _both_sides(culprits)
-    culprits.sort(key=lambda c: (-(c.share_of_gap or 0.0), -c.own_error))
+    culprits.sort(key=_order)
     ruled_out = [
         RuledOut(
             f"{e.operator} at {e.point}",
@@ -51,6 +67,11 @@ def convict(
     ]
     ruled_out += [r for side in sides for r in _acquittals(errors[side.label], side.label)]
     return Findings(tuple(culprits), tuple(alike), tuple(ruled_out))
+
+
+def _order(culprit: Culprit) -> tuple[float, float]:
+    own = culprit.own_error
+    return -(culprit.share_of_gap or 0.0), 0.0 if math.isnan(own) else -own
 
 
 def _acquittals(errors: Sequence[OwnError], label: str) -> list[RuledOut]:

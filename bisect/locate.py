@@ -32,14 +32,12 @@ from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import (
     Coverage,
     CoveredRows,
-    Culprit,
     PointDifference,
     Points,
     Verdict,
 )
 from layerbisect.bisect.weigh import Judgement, weigh
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.points import parse
 from layerbisect.captures.store import Capture
 
 
@@ -142,18 +140,6 @@ def _gates(case: Case, differences: Sequence[PointDifference]) -> list[str]:
     return reasons + ([not_finite] if not_finite else [])
 
 
-def _with_replicas(culprit: Culprit, case: Case) -> Culprit:
-    """Say where what convicts is read from one of several copies that disagree."""
-    lines = [
-        f"{point}: {finding}; the first of them was judged"
-        for side in case.sides
-        if side.label == culprit.side
-        for point, finding in side.capture.replica_findings.items()
-        if parse(point).layer == culprit.layer
-    ]
-    return replace(culprit, evidence=(*culprit.evidence, *lines)) if lines else culprit
-
-
 def _verdict(
     case: Case,
     differences: tuple[PointDifference, ...],
@@ -165,7 +151,7 @@ def _verdict(
     return Verdict(
         status=judgement.status,
         gap=evidence.gap if evidence else None,
-        culprits=tuple(_with_replicas(culprit, case) for culprit in judgement.culprits),
+        culprits=judgement.culprits,
         ruled_out=evidence.ruled_out if evidence else (),
         rounding_budget=evidence.budget if evidence else None,
         coverage=Coverage(

@@ -12,9 +12,17 @@ from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.measure import MEDIAN_RATIO, Output, OwnError, measure
+from layerbisect.bisect.measure import (
+    EXCESS_RATIO,
+    EXCESS_ROWS,
+    MEDIAN_RATIO,
+    Output,
+    OwnError,
+    measure,
+)
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
+from layerbisect.bisect.where import heads_in_error
 
 _ITERATIONS = 8
 # a turn that is the same everywhere shows in the first few sequences
@@ -58,9 +66,15 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
             f"({lengths.ratio:.1f}x rounding) and their angles are not"
         )
     if points.model.config.qk_norm:
+        # of rows and heads that are right, a norm explains all, with other weights; one head's
+        # weight by channel explains a wrong channel of its projection, too
+        hit = convicted.row_ratio > EXCESS_RATIO
+        rows = rows[hit] if int(hit.sum()) >= EXCESS_ROWS else rows
+        guilty = heads_in_error(convicted)
+        heads = guilty if guilty[1:] else list(range(captured.shape[1]))
         # what no norm explains of the low-precision reference is the measure of rounding
         misfit, rounding = (
-            _misfit_of_a_norm(points, suffix, values, rows) for values in (captured, low)
+            _misfit_of_a_norm(points, suffix, values, rows, heads) for values in (captured, low)
         )
         if misfit < MEDIAN_RATIO * rounding:
             return "norm", (
@@ -117,7 +131,11 @@ def _pair_lengths(x: torch.Tensor) -> torch.Tensor:
 
 
 def _misfit_of_a_norm(
-    points: LayerPoints, suffix: str, values: torch.Tensor, rows: torch.Tensor
+    points: LayerPoints,
+    suffix: str,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    heads: list[int],
 ) -> float:
     """Fit values = raw * scale[row, head] * weight[channel], and measure what is left.
 
@@ -126,8 +144,8 @@ def _misfit_of_a_norm(
     positions = torch.from_numpy(points.side.chains.position)
     normed = points.get("attn.norm")
     which = 0 if suffix == "attn.q" else 1
-    raw = points.model.qkv_raw(points.layer, normed, precision=FULL)[which][rows].double()
-    turned_back = points.model.rotate(values, positions, inverse=True)[rows].double()
+    raw = points.model.qkv_raw(points.layer, normed, precision=FULL)[which][rows][:, heads].double()
+    turned_back = points.model.rotate(values, positions, inverse=True)[rows][:, heads].double()
     weight = torch.ones(raw.shape[2], dtype=raw.dtype)
     for _ in range(_ITERATIONS):
         base = raw * weight

@@ -1,4 +1,4 @@
-"""Say where an error sits: positions, decode rows, tokens of an expert, heads, channels."""
+"""Say where an error sits: positions, sequences, decode rows, experts, heads, channels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from layerbisect.bisect.side import Side
 _ALL = 0.9
 _AGREEMENT = 0.9
 _FEW = 4
+_MOST = 0.5
 _PARTS = ("head ", "channel ", "expert ")
 
 
@@ -25,17 +26,23 @@ def describe(error: OwnError, side: Side) -> str:
     return ", ".join(places) or "all rows"
 
 
-def _heads(error: OwnError) -> str:
-    """Name the heads that err where only some do."""
+def heads_in_error(error: OwnError) -> list[int]:
+    """Number the heads that err where only some do; empty where all do, or there are none."""
     sample = error.sample
     # slots are no heads: which expert is in one differs from row to row
     if sample is None or sample.error.shape[1] == 1 or ".mlp.expert_" in error.point:
-        return ""
+        return []
     by_head = (sample.error / sample.noise).square().mean(2).sqrt()
     hit = by_head.amax(1) > EXCESS_RATIO
     ratio = (by_head[hit] if bool(hit.any()) else by_head).median(0).values
-    guilty = torch.nonzero(ratio > MEDIAN_RATIO).flatten().tolist()
-    if not 0 < len(guilty) < len(ratio):
+    guilty: list[int] = torch.nonzero(ratio > MEDIAN_RATIO).flatten().tolist()
+    return guilty if len(guilty) < len(ratio) else []
+
+
+def _heads(error: OwnError) -> str:
+    """Name the heads that err where only some do."""
+    guilty = heads_in_error(error)
+    if not guilty:
         return ""
     if len(guilty) == 1:
         return f"head {guilty[0]}"
@@ -69,6 +76,8 @@ def _candidates(error: OwnError, side: Side) -> Iterator[tuple[str, torch.Tensor
     phases = side.capture.phases[side.index][rows.numpy()]
     for phase in sorted(set(phases.tolist())):
         yield f"{phase} rows", torch.from_numpy(phases == phase)
+    if int(hit.sum()) > _FEW:
+        yield from _by_sequence(side, rows, hit)
     first, last = int(position[hit].min()), int(position[hit].max())
     yield f"positions >= {first}", position >= first
     yield f"positions <= {last}", position <= last
@@ -78,6 +87,27 @@ def _candidates(error: OwnError, side: Side) -> Iterator[tuple[str, torch.Tensor
         ids = side.read(f"layers.{error.layer}.mlp.expert_ids")
         if ids is not None:
             yield from _by_expert(ids[rows], hit)
+
+
+def _by_sequence(
+    side: Side, rows: torch.Tensor, hit: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name the sequences of which most rows are hit; by their common prefix where they share it."""
+    numbers = torch.from_numpy(side.capture.rows.sequence[side.index[rows.numpy()]]).long()
+    present = numbers.unique().tolist()
+    guilty = [n for n in present if float(hit[numbers == n].double().mean()) > _MOST]
+    if not 0 < len(guilty) < len(present):
+        return
+    names = [side.capture.sequences[n].name for n in guilty]
+    # a data-parallel rank's sequences begin with its name
+    prefixes = {name.partition(".")[0] + "." for name in names if "." in name}
+    others = [side.capture.sequences[n].name for n in present if n not in guilty]
+    told = ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if names[_FEW:] else "")
+    if names[1:] and len(prefixes) == 1 and all("." in name for name in names):
+        (prefix,) = prefixes
+        told = told if any(name.startswith(prefix) for name in others) else f"{prefix}*"
+    one = len(names) == 1
+    yield f"sequence{'' if one else 's'} {told}", torch.isin(numbers, torch.tensor(guilty))
 
 
 def _by_expert(ids: torch.Tensor, hit: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -85,11 +85,11 @@ def _tile(pieces: Sequence[Piece], num_rows: int) -> Assembled:
         region = _region(piece, covered.ndim)
         already = covered[region]
         if already.all():
-            different = _differ(out[_region(piece, len(shape))], piece.values)
+            different, rows = _differ(out[_region(piece, len(shape))], piece.values)
             if different:
                 disagreements.append(
-                    f"replicas disagree: {piece.source} differs in {different} values "
-                    "from a rank that holds the same part"
+                    f"replicas disagree: {piece.source} differs in {different} values of {rows} "
+                    "rows from a rank that holds the same part"
                 )
             continue
         if already.any():
@@ -125,9 +125,10 @@ def _region(piece: Piece, ndim: int) -> tuple[Any, ...]:
     return tuple(slices)
 
 
-def _differ(a: NDArray[Any], b: NDArray[Any]) -> int:
-    same = (a == b) | ((a != a) & (b != b))
-    return int((~same).sum())
+def _differ(a: NDArray[Any], b: NDArray[Any]) -> tuple[int, int]:
+    """Count the values that differ, and the rows that hold them."""
+    different = (a != b) & ((a == a) | (b == b))
+    return int(different.sum()), int(different.any(tuple(range(1, a.ndim))).sum())
 
 
 def _round(values: NDArray[Any], dtype: str) -> NDArray[Any]:

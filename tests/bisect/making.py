@@ -175,12 +175,13 @@ class Engine:
         layout: str = "single",
         points: str | Sequence[str] = "all",
         faults: Sequence[Fault] = (),
+        names: Sequence[str] | None = None,
     ) -> Path:
         """Run all sequences in a layout while faults are planted, and capture the run."""
         with ExitStack() as stack:
             for name, layer in faults:
                 stack.enter_context(plant(self.model, name, layer))
-            names = [f"s{i}" for i in range(len(tokens))]
+            names = names or [f"s{i}" for i in range(len(tokens))]
             stack.enter_context(
                 capture(self.model, directory, points=points, label=self.label, names=names)
             )

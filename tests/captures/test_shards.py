@@ -97,7 +97,8 @@ def test_replicas_that_differ_are_reported_and_the_first_is_kept() -> None:
     result = assemble([piece(a), piece(b, source="rank-1")], 2)
     np.testing.assert_array_equal(result.values, a)
     assert result.disagreements == (
-        "replicas disagree: rank-1 differs in 1 values from a rank that holds the same part",
+        "replicas disagree: rank-1 differs in 1 values of 1 rows from a rank that holds the same "
+        "part",
     )
 
 
