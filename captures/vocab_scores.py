@@ -211,7 +211,8 @@ def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScore
 
 
 def _differ(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    differ: NDArray[np.bool_] = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    return differ
 
 
 def _keys(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
