@@ -83,6 +83,56 @@ def test_one_row_of_all_is_enough_where_it_is_far_off(clean: Clean, tmp_path: Pa
     assert "1 of 144 rows err more than 32x rounding" in found.evidence[0]
 
 
+def test_one_sequence(clean: Clean, tmp_path: Path) -> None:
+    assert sequences_of(clean, tmp_path, lambda name: name, {1}) == "sequence s1"
+
+
+def test_several_sequences(clean: Clean, tmp_path: Path) -> None:
+    assert sequences_of(clean, tmp_path, lambda name: name, {0, 2}) == "sequences s0, s2"
+
+
+def test_the_sequences_of_one_data_parallel_rank(clean: Clean, tmp_path: Path) -> None:
+    def named(name: str) -> str:
+        return {"s0": "dp0.s0", "s1": "dp1.s0", "s2": "dp1.s1"}[name]
+
+    assert sequences_of(clean, tmp_path, named, {1, 2}) == "sequences dp1.*"
+    assert sequences_of(clean, tmp_path / "one", named, {2}) == "sequence dp1.s1"
+
+
+def sequences_of(clean: Clean, tmp_path: Path, named: Callable[[str], str], wrong: set[int]) -> str:
+    """Say where an error of some sequences is said to be."""
+    tmp_path.mkdir(exist_ok=True)
+    names = [named(f"s{number}") for number in range(3)]
+    counter = iter(range(100))
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return 1.2 * x if next(counter) in wrong else x
+
+    found = culprit(clean, tmp_path, O_PROJ, scaled, names=names)
+    assert (found.layer, found.operator) == (2, "linear")
+    return found.where
+
+
+@pytest.mark.parametrize(("module", "operator"), [("q_proj", "linear"), ("q_norm", "norm")])
+@pytest.mark.parametrize("share", [1, 3])
+def test_queries_of_some_sequences_tell_the_projection_from_the_norm(
+    clean: Clean, tmp_path: Path, module: str, operator: str, share: int
+) -> None:
+    counter = iter(range(100))
+    noise = 1 + 0.03 * torch.randn(2048, generator=torch.Generator().manual_seed(3))
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        if next(counter) >= share:
+            return x
+        # a wrong weight by channel, and wrong columns of a projection
+        by_channel = noise[: x.shape[-1]].to(x.dtype)
+        return x * by_channel if module == "q_norm" else x + 0.03 * x.roll(1, -1)
+
+    found = culprit(clean, tmp_path, f"model.layers.1.self_attn.{module}", wrong)
+    assert (found.point, found.operator) == ("layers.1.attn.q", operator)
+    assert found.where == ("sequence s0" if share == 1 else "all rows")
+
+
 def test_decode_rows_alone(clean: Clean, tmp_path: Path) -> None:
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return 1.2 * x if x.shape[1] == 1 else x
