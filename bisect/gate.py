@@ -77,6 +77,12 @@ def check_model_fits(model: ReferenceModel, directory: object, capture: Capture)
                 f"{capture.directory}, and {directory} makes it {list(expected)}; give the "
                 "checkpoint that was captured"
             )
+    if capture.vocab is not None and capture.vocab != model.config.vocab:
+        raise ModelDirectoryError(
+            f"the log-probs in {capture.directory} are over {capture.vocab} tokens, and the "
+            f"vocabulary of {directory} has {model.config.vocab}; where the rest pads it, capture "
+            f"with vocab={model.config.vocab}"
+        )
     highest = int(capture.rows.token.max())
     if highest >= model.config.vocab:
         raise ModelDirectoryError(

@@ -132,6 +132,12 @@ class Capture:
         """The problem that makes rows be of several states of the weights; None where none does."""
         return next(map(str, self.weight_findings), changed(self.problems))
 
+    @property
+    def vocab(self) -> int | None:
+        """How many tokens the log-probs are over, where ranks wrote them in parts."""
+        parts = (f.header.vocab for one in self.passes for f in one.ranks)
+        return next((vocab[2] for vocab in parts if vocab is not None), None)
+
     def has(self, point: str) -> NDArray[np.bool_]:
         """Say for each row (bool [row]) whether ``point`` was recorded in its pass."""
         present = [any(point in file.tensors for file in one.ranks) for one in self.passes]

@@ -74,6 +74,7 @@ class CaptureWriter:
         replica: which of the copies of the model that are given tokens of their own this one is of.
         name: where in the job this process stands.
         fingerprints: of the checkpoint tensors that this process holds whole.
+        run: tells this capture from others in the same directory; the same on all ranks.
 
     Raises:
         CaptureError: when the directory already holds a capture, or something that is none.
@@ -89,6 +90,7 @@ class CaptureWriter:
         replica: int = 0,
         name: str = "",
         fingerprints: Mapping[str, str] | None = None,
+        run: str = "",
     ) -> None:
         self.directory = Path(directory)
         self.info = info
@@ -103,6 +105,7 @@ class CaptureWriter:
             replica=replica,
             name=name,
             fingerprints=dict(fingerprints or {}),
+            run=run,
         )
         try:
             description = to_json(info, indent=1)

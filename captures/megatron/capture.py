@@ -18,6 +18,7 @@ from layerbisect.captures.megatron.chunk import ChunkCapture, Names
 from layerbisect.captures.megatron.experts import orders
 from layerbisect.captures.megatron.model import Chunk, check_vocab, unwrap
 from layerbisect.captures.megatron.place import Place
+from layerbisect.captures.megatron.run import run_name
 from layerbisect.captures.megatron.weights import fingerprints
 from layerbisect.captures.routes import wanted
 from layerbisect.captures.telling import TellingWriter, warn_of
@@ -85,6 +86,7 @@ class MegatronCapture:
         elif self._replayed:
             info = replace(info, routes="forced")
         self._before = fingerprints(self._model, vocab=self._vocab)
+        run = run_name(self.directory)
         with ExitStack() as stack:
             for chunk in self.chunks:
                 writer = TellingWriter(
@@ -96,6 +98,7 @@ class MegatronCapture:
                     name=place.name(chunk.number, chunk.count),
                     # one chunk speaks for the process
                     fingerprints=self._before if chunk.number == 0 else None,
+                    run=run,
                 )
                 prefix = f"dp{place.data[0]}." if place.data[1] > 1 else ""
                 names = Names(prefix, self._names, self._salts)
