@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ pytest.importorskip("megatron.core", reason="CI has megatron-core")
 pytestmark = pytest.mark.slow
 
 COARSE = ("embed", "final_norm", "logprob")
+
+
+def _named(ends: tuple[str, ...]) -> Callable[[str], bool]:
+    return lambda name: name in COARSE or name.endswith(ends)
 
 
 def test_context_of_hidden_keys_and_values(tmp_path: Path) -> None:
@@ -39,7 +44,7 @@ def test_context_of_hidden_keys_and_values(tmp_path: Path) -> None:
             rewrite(
                 whole,
                 tmp_path / f"{whole.name}-{at}",
-                points=lambda name, ends=ends: name in COARSE or name.endswith(ends),
+                points=_named(ends),
                 how=how.__getitem__ if whole == trainer else lambda name: "observed",
             )
             for whole in (rollout, trainer)
