@@ -62,7 +62,7 @@ class Copies:
         found: dict[str, list[OwnError]] = defaultdict(list)
         for error in errors if self.findings else ():
             root = self._root(error.point)
-            if root is not None:
+            if root is not None and not self.findings[root].rounding:
                 found[root].append(error)
         return found
 
@@ -140,7 +140,9 @@ class Copies:
         info = self.side.capture.info
         by_suffix: dict[str, list[str]] = defaultdict(list)
         for name in all_points(info.num_layers, info.moe_layers):
-            if name in self.findings and self._root(name) == name:
+            finding = self.findings.get(name)
+            # what rounding parted is found, and is nobody's fault
+            if finding is not None and not finding.rounding and self._root(name) == name:
                 by_suffix[parse(name).suffix].append(name)
         groups: list[list[str]] = []
         for names in by_suffix.values():

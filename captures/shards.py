@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import TensorHeader
 
+_STEPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
+"""Distance of neighbouring numbers, over the smaller of them at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -28,12 +31,27 @@ class Piece:
     source: str
 
 
+class Disagreement(str):
+    """A sentence on two replicas of a part that differ.
+
+    ``rounding`` says whether no value differs by more than a rounding of its dtype, as where ranks
+    add in different orders.
+    """
+
+    rounding: bool
+
+    def __new__(cls, sentence: str, rounding: bool) -> Disagreement:
+        made = super().__new__(cls, sentence)
+        made.rounding = rounding
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A whole tensor ([row, ...]) and, where replicas of a part disagree, a sentence each."""
+    """A whole tensor ([row, ...]), and what is to be said of replicas of a part that disagree."""
 
     values: NDArray[Any]
-    disagreements: tuple[str, ...]
+    disagreements: tuple[Disagreement, ...]
 
 
 def assemble(pieces: Sequence[Piece], num_rows: int) -> Assembled:
@@ -53,7 +71,7 @@ def assemble(pieces: Sequence[Piece], num_rows: int) -> Assembled:
     if not count:
         return _tile(pieces, num_rows)
     total: NDArray[Any] | None = None
-    disagreements: tuple[str, ...] = ()
+    disagreements: tuple[Disagreement, ...] = ()
     for index in range(count):
         terms = [p for p in pieces if p.header.partial_sum and p.header.partial_sum[0] == index]
         if not terms:
@@ -75,7 +93,7 @@ def _tile(pieces: Sequence[Piece], num_rows: int) -> Assembled:
     shape = _shape(first, num_rows)
     out = np.zeros(shape, first.values.dtype)
     covered = np.zeros(shape[:1] if not _sharded(pieces) else shape, bool)
-    disagreements = []
+    disagreements: list[Disagreement] = []
     for piece in pieces:
         if piece.header.dims != first.header.dims or _shape(piece, num_rows) != shape:
             raise CaptureError(
@@ -85,12 +103,7 @@ def _tile(pieces: Sequence[Piece], num_rows: int) -> Assembled:
         region = _region(piece, covered.ndim)
         already = covered[region]
         if already.all():
-            different, rows = _differ(out[_region(piece, len(shape))], piece.values)
-            if different:
-                disagreements.append(
-                    f"replicas disagree: {piece.source} differs in {different} values of {rows} "
-                    "rows from a rank that holds the same part"
-                )
+            disagreements += _compared(out[_region(piece, len(shape))], piece)
             continue
         if already.any():
             raise CaptureError(
@@ -125,10 +138,30 @@ def _region(piece: Piece, ndim: int) -> tuple[Any, ...]:
     return tuple(slices)
 
 
-def _differ(a: NDArray[Any], b: NDArray[Any]) -> tuple[int, int]:
-    """Count the values that differ, and the rows that hold them."""
-    different = (a != b) & ((a == a) | (b == b))
-    return int(different.sum()), int(different.any(tuple(range(1, a.ndim))).sum())
+def _compared(held: NDArray[Any], piece: Piece) -> list[Disagreement]:
+    """Compare a replica with what another rank holds of the same part."""
+    other = piece.values
+    different = (held != other) & ((held == held) | (other == other))
+    if not different.any():
+        return []
+    rows = int(different.any(tuple(range(1, held.ndim))).sum())
+    sentence = (
+        f"replicas disagree: {piece.source} differs in {int(different.sum())} values of {rows} "
+        "rows from a rank that holds the same part"
+    )
+    return [Disagreement(sentence, _by_rounding(held, other, piece.dtype))]
+
+
+def _by_rounding(a: NDArray[Any], b: NDArray[Any], dtype: str) -> bool:
+    """Say whether no value differs by more than one step of its dtype, and half of a usual one."""
+    step = _STEPS.get(dtype)
+    if step is None:
+        return False
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    size = np.maximum(np.abs(a), np.abs(b))
+    usual = np.sqrt(np.square(a).mean(tuple(range(1, a.ndim)), keepdims=True))
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(a - b) <= step * (size + 0.5 * usual))[a != b].all())
 
 
 def _round(values: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -28,7 +28,7 @@ from layerbisect.captures.format import (
 from layerbisect.captures.gather import Gatherer, JointPass
 from layerbisect.captures.passes import pair, read_manifests, read_passes, read_text
 from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
-from layerbisect.captures.shards import Piece, assemble
+from layerbisect.captures.shards import Disagreement, Piece, assemble
 from layerbisect.captures.weight_states import WeightFinding, changed, gather_fingerprints
 
 
@@ -63,7 +63,7 @@ class Capture:
     phases: NDArray[np.str_]
     scores: ScoreTable
     points: dict[str, PointSeen]
-    replica_findings: dict[str, str]
+    replica_findings: dict[str, Disagreement]
     passes: tuple[JointPass, ...]
 
     @classmethod

@@ -174,15 +174,19 @@ def edited(capture: Path, target: Path, rank: int, old: bytes, new: bytes) -> Pa
     return target
 
 
-def corrupted(capture: Path, target: Path, rank: int, point: str, values: int) -> Path:
-    """Copy a capture, and change some of one rank's values of a point in bfloat16."""
+def corrupted(
+    capture: Path, target: Path, rank: int, point: str, values: int, bit: int = 0x40
+) -> Path:
+    """Copy a capture, and flip a bit of some of one rank's values of a point in bfloat16.
+
+    The highest of the mantissa's seven by default; ``bit=1`` is its lowest.
+    """
     shutil.copytree(capture, target)
     (path,) = (target / f"rank-{rank}").glob("pass-*.safetensors")
     held = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(held[:8], "little")
     begin = start + json.loads(held[8:start])[point]["data_offsets"][0]
     for at in range(begin, begin + 2 * values, 2):
-        # of a bfloat16, the highest bit of the mantissa
-        held[at] ^= 0x40
+        held[at] ^= bit
     path.write_bytes(held)
     return target

@@ -43,6 +43,18 @@ def test_the_same_copies_on_two_ranks_agree(clean: Clean, tmp_path: Path) -> Non
     assert bisect(clean.rollout, capture, model=clean.model).status == "agree"
 
 
+def test_copies_that_part_by_a_rounding_are_a_finding_and_nobodys_fault(
+    clean: Clean, tmp_path: Path
+) -> None:
+    """As where ranks add the terms of a sum in different orders."""
+    point = "layers.2.input"
+    whole = on_two_ranks(clean.trainer, tmp_path / "whole")
+    capture = corrupted(whole, tmp_path / "parted", 1, point, VALUES, bit=1)
+    verdict = bisect(clean.rollout, capture, model=clean.model)
+    assert verdict.status == "agree" and not verdict.culprits
+    assert any(f"{point}: replicas disagree" in note for note in verdict.coverage.notes)
+
+
 @pytest.mark.parametrize(
     ("point", "operator"),
     [

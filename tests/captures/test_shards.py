@@ -211,3 +211,16 @@ def test_a_part_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(CaptureError, match=re.escape(sentence)):
         TensorHeader(dims, shards, partial)
+
+
+@pytest.mark.parametrize(("factor", "rounding"), [(1 + 2**-8, True), (1.05, False)])
+def test_replicas_that_differ_by_a_rounding_are_told_apart(factor: float, rounding: bool) -> None:
+    """Ranks that add in another order differ by a rounding; that is a finding, and no fault."""
+    values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    other = (values.float() * factor).bfloat16()
+    pieces = [
+        piece(v.float().numpy(), dims=("row", "hidden"), dtype="BF16", source=f"rank-{i}")
+        for i, v in enumerate((values, other))
+    ]
+    (told,) = assemble(pieces, 4).disagreements
+    assert told.startswith("replicas disagree: rank-1") and told.rounding is rounding
