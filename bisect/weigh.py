@@ -42,7 +42,10 @@ def weigh(evidence: Evidence) -> Judgement:
         )
     if culprits:
         names = "an operator errs" if len(culprits) == 1 else f"{len(culprits)} operators err"
-        return Judgement("divergent", (f"{names} beyond rounding",), culprits)
+        reason = f"{names} beyond rounding"
+        if all(culprit.operator == "weights" for culprit in culprits):
+            reason = "a side runs other weights"
+        return Judgement("divergent", (reason,), culprits)
     if not gap.rows:
         return Judgement(
             "inconclusive",
