@@ -48,7 +48,9 @@ def fused_norms(rank: Rank, step: dict[str, Any]) -> list[Any]:
     parts.self_attention.submodules.linear_qkv = NormedLinear
     if config.num_moe_experts is None:
         parts.pre_mlp_layernorm = IdentityOp
-        parts.mlp.submodules.linear_fc1 = NormedLinear
+        # 0.19 has it bound to a partial
+        mlp = getattr(parts.mlp, "keywords", None) or vars(parts.mlp)
+        mlp["submodules"].linear_fc1 = NormedLinear
     model = GPTModel(
         config,
         spec,
