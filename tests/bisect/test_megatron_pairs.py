@@ -94,7 +94,9 @@ def test_a_clean_pair_agrees(
     assert verdict.coverage.points.compared == 4 * 13 + 3
     assert verdict.coverage.rows.joined == sum(map(len, tokens))
     assert verdict.coverage.rows.left_out == 0
-    assert all("computed no token twice" in note for note in verdict.coverage.notes)
+    # of two tensor-parallel ranks none holds a cut tensor whole
+    told = ("computed no token twice", "tensors compared, and they match the model directory")
+    assert all(any(words in note for words in told) for note in verdict.coverage.notes)
 
 
 def test_what_the_server_decoded_agrees_too(rollouts: Rollouts, trainers: Trainers) -> None:
