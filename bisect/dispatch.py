@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.measure import EXCESS_RATIO, OwnError, Sample, quantile
+from layerbisect.bisect.exact_choice import error_of_rows
+from layerbisect.bisect.measure import OwnError, Sample
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.residuals import unit_roundoff
 
@@ -29,22 +30,13 @@ def judge_dispatch(points: LayerPoints) -> OwnError:
     given, sent = captured[rows], normed[rows][:, None]
     wrong = (given != sent).any(2)
     ratio = torch.where(wrong.any(1), _WRONG, 0.0)
-    judged = OwnError(
-        point=points.name("mlp.expert_in"),
-        layer=points.layer,
-        operator=points.operator("mlp.expert_in"),
-        side=points.side.label,
-        rows=len(rows),
-        ratio=quantile(ratio, 0.95),
-        floor=0.0,
-        median=quantile(ratio, 0.5),
-        excess=float((ratio > EXCESS_RATIO).double().mean()) if len(ratio) else 0.0,
+    judged = error_of_rows(
+        points,
+        "mlp.expert_in",
+        rows,
+        ratio,
         nonfinite=int((~given.isfinite().all(2)).any(1).sum()),
-        fits=(),
-        covers=points.covers("mlp.expert_in"),
         set_aside=set_aside,
-        row_ratio=ratio,
-        flat_rows=rows,
     )
     if not judged.convicted:
         return judged

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from layerbisect.bisect.exact_choice import error_of_rows
 from layerbisect.bisect.measure import (
     EXCESS_RATIO,
     EXTREME_RATIO,
@@ -13,7 +14,6 @@ from layerbisect.bisect.measure import (
     OwnError,
     Sample,
     measure,
-    quantile,
 )
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
@@ -108,23 +108,7 @@ def judge_selection(points: LayerPoints) -> OwnError:
     if made.shown:
         # what is beyond a bound is no matter of how many rows are
         ratio = torch.where(made.behind[rows] > 1, ratio.clamp_min(2 * EXTREME_RATIO), ratio)
-    judged = OwnError(
-        point=points.name("mlp.expert_ids"),
-        layer=points.layer,
-        operator="router",
-        side=points.side.label,
-        rows=len(rows),
-        ratio=quantile(ratio, 0.95),
-        floor=0.0,
-        median=quantile(ratio, 0.5),
-        excess=float((ratio > EXCESS_RATIO).double().mean()) if len(ratio) else 0.0,
-        nonfinite=0,
-        fits=(),
-        covers=points.covers("mlp.expert_ids"),
-        set_aside=0,
-        row_ratio=ratio,
-        flat_rows=rows,
-    )
+    judged = error_of_rows(points, "mlp.expert_ids", rows, ratio)
     if not judged.convicted:
         return judged
     best = largest(made.logits[rows], points.model.config.top_k)
