@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import Phase, SequenceInfo
 from layerbisect.captures.passfile import PassFile
-from layerbisect.captures.rows import Rows
+from layerbisect.captures.rows import Rows, find
 from layerbisect.captures.vocab_scores import ShardScores, combine, padding_problem
 
 
@@ -167,14 +167,7 @@ def _places(table: Rows, at: NDArray[np.intp], rows: Rows) -> NDArray[np.intp]:
     """Where each of ``rows`` lies in a rank's file, given its kept rows and their places there."""
     if _same(table, rows):
         return at
-    places = np.full(len(rows), -1, np.intp)
+    found = find(table, rows.sequence, rows.position)
     if not len(table):
-        return places
-    stride = np.int64(rows.position.max()) + 1
-    wanted = rows.sequence * stride + rows.position
-    held = table.sequence * stride + table.position
-    order = np.argsort(held)
-    slot = np.searchsorted(held[order], wanted).clip(max=len(held) - 1)
-    found = held[order][slot] == wanted
-    places[found] = at[order][slot[found]]
-    return places
+        return found
+    return np.where(found >= 0, at[found], -1)

@@ -144,6 +144,21 @@ def prefix_keys(
     return PrefixKeys(key, known)
 
 
+def places(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Number (sequence, position) so that the numbers sort by sequence, then by position."""
+    return (sequence.astype(np.int64) << 32) + position
+
+
+def find(rows: Rows, sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.intp]:
+    """Say where in ``rows`` each (sequence, position) is: int [n], -1 where it is not."""
+    if not len(rows) or not len(sequence):
+        return np.full(len(sequence), -1, np.intp)
+    held, wanted = places(rows.sequence, rows.position), places(sequence, position)
+    order = np.argsort(held, kind="stable")
+    slot = np.searchsorted(held[order], wanted).clip(max=len(held) - 1)
+    return np.where(held[order][slot] == wanted, order[slot], -1)
+
+
 def parent_keys(keys: NDArray[np.void], rows: Rows) -> NDArray[np.void]:
     """Return the key of each row's prefix without its own token (``KEY_DTYPE`` [row]).
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerbisect.captures.rows import Rows
+from layerbisect.captures.rows import Rows, find, places
 
 if TYPE_CHECKING:
     import torch
@@ -180,16 +180,6 @@ def padding_problem(leak: float) -> str | None:
     )
 
 
-def find(rows: Rows, sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Say where in ``rows`` each (sequence, position) is: int [n], -1 where it is not."""
-    if not len(rows) or not len(sequence):
-        return np.full(len(sequence), -1, np.intp)
-    held, wanted = _keys(rows.sequence, rows.position), _keys(sequence, position)
-    order = np.argsort(held, kind="stable")
-    slot = np.searchsorted(held[order], wanted).clip(max=len(held) - 1)
-    return np.where(held[order][slot] == wanted, order[slot], -1)
-
-
 def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScores, int]:
     """Lay the parts of one shard (of context-parallel ranks, or replicas) together, by key.
 
@@ -197,7 +187,7 @@ def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScore
     """
     rows = Rows.concatenate([part.rows for part in parts])
     keys, first, again = np.unique(
-        _keys(rows.sequence, rows.position), return_index=True, return_inverse=True
+        places(rows.sequence, rows.position), return_index=True, return_inverse=True
     )
     logits, lses = (np.concatenate([getattr(p, c) for p in parts]) for c in ("logit", "lse"))
     logit, lse = logits[first], lses[first]
@@ -213,10 +203,6 @@ def _merged(parts: Sequence[ShardScores]) -> tuple[NDArray[np.int64], ShardScore
 def _differ(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
     differ: NDArray[np.bool_] = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     return differ
-
-
-def _keys(sequence: NDArray[np.int32], position: NDArray[np.int32]) -> NDArray[np.int64]:
-    return (sequence.astype(np.int64) << 32) + position
 
 
 def lse_of(logits: torch.Tensor) -> torch.Tensor:

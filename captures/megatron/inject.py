@@ -15,8 +15,7 @@ from layerbisect.captures.megatron.call import read_call, scattered
 from layerbisect.captures.megatron.model import Chunk, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.problems import Problems
-from layerbisect.captures.rows import Rows
-from layerbisect.captures.vocab_scores import find
+from layerbisect.captures.rows import Rows, find
 
 if TYPE_CHECKING:
     import torch

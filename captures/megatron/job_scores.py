@@ -16,8 +16,8 @@ from layerbisect.captures.megatron.chunk import held_vocabulary
 from layerbisect.captures.megatron.model import Chunk
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.problems import Problems
-from layerbisect.captures.rows import Rows
-from layerbisect.captures.vocab_scores import ShardScores, combine, find, shard_scores
+from layerbisect.captures.rows import Rows, find
+from layerbisect.captures.vocab_scores import ShardScores, combine, shard_scores
 
 
 class JobScores:
