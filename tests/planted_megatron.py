@@ -12,25 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-TRUTH = {
-    "norm-eps": "norm",
-    "norm-weight": "norm",
-    "qk-norm-skipped": "norm",
-    "rope-base": "rope",
-    "rope-shifted": "rope",
-    "softmax-scale": "attention",
-    "sliding-window": "attention",
-    "kv-heads-regrouped": "attention",
-    "o-proj-permuted": "linear",
-    "residual-dropped": "residual",
-    "router-low-precision": "router",
-    "top-k-not-renormalised": "router",
-    "experts-swapped": "experts",
-    "gate-up-swapped": "experts",
-    "final-norm-weight": "norm",
-    "head-scaled": "head",
-}
-"""The operator that each fault is in; the last two are in no layer, whatever layer is named."""
+from tests.planted_plugin import TRUTH
+
 _AT_THE_END = ("final-norm-weight", "head-scaled")
 
 

@@ -14,7 +14,6 @@ from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.store import Capture
 from layerbisect.cli import main
-from tests import planted_megatron, planted_plugin
 from tests.bisect.engine_pairs import (
     COARSE_FAULTS,
     LAYOUTS,
@@ -28,6 +27,7 @@ from tests.bisect.engine_pairs import (
     record_rollouts,
     without_rank,
 )
+from tests.planted_plugin import TRUTH
 from tests.sglang_server import sglang_installed
 
 pytestmark = [
@@ -64,10 +64,10 @@ def blamed(verdict: Verdict) -> Blamed:
     return [(c.layer, c.operator, c.side) for c in verdict.culprits]
 
 
-def truth(fault: str, operators: dict[str, str], side: str) -> Blamed:
+def truth(fault: str, side: str) -> Blamed:
     name, _, layer = fault.partition("=")[0].partition(":")
     at_the_end = name in ("head-scaled", "final-norm-weight")
-    return [(None if at_the_end else int(layer), operators[name], side)]
+    return [(None if at_the_end else int(layer), TRUTH[name], side)]
 
 
 def command(
@@ -129,7 +129,7 @@ def test_a_fault_in_the_server_is_found_on_the_rollout_side(
 ) -> None:
     for fault in ROLLOUT_FAULTS[size]:
         verdict = judge(rollouts.side(size, fault), trainers.side(layout), rollouts)
-        assert blamed(verdict) == truth(fault, planted_plugin.TRUTH, "rollout"), fault
+        assert blamed(verdict) == truth(fault, "rollout"), fault
         assert verdict.exit_code == 1
 
 
@@ -140,7 +140,7 @@ def test_a_fault_in_megatron_is_found_on_the_trainer_side(
     for number, fault in enumerate(TRAINER_FAULTS):
         rollout = rollouts.side(SIZES[number % 2])
         verdict = judge(rollout, trainers.side(layout, fault), rollouts)
-        assert blamed(verdict) == truth(fault, planted_megatron.TRUTH, "trainer"), fault
+        assert blamed(verdict) == truth(fault, "trainer"), fault
         assert verdict.exit_code == 1
 
 
@@ -162,7 +162,7 @@ def test_a_coarse_capture_names_the_layer_and_the_side(
     assert "4 of 4 layers are not seen operator by operator" in clean.coverage.notes[0]
     for fault in COARSE_FAULTS:
         verdict = judge(rollouts.side(2), trainers.side(layout, f"coarse {fault}"), rollouts)
-        ((layer, _, side),) = truth(fault, planted_megatron.TRUTH, "trainer")
+        ((layer, _, side),) = truth(fault, "trainer")
         assert blamed(verdict) == [(layer, None, side)]
         assert f"points layers.{layer}," in verdict.next
 

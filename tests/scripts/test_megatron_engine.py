@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import JobError, Rank, run_job
 from scripts.megatron_model import Layout
-from tests.planted_megatron import TRUTH, plant
+from tests.planted_megatron import plant
+from tests.planted_plugin import TRUTH
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
