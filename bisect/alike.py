@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.measure import EXCESS_RATIO, MEDIAN_RATIO, OwnError
-from layerbisect.bisect.residuals import row_ratios
+from layerbisect.kernels.judging.measure import EXCESS_RATIO, MEDIAN_RATIO, OwnError
+from layerbisect.kernels.judging.residuals import row_ratios
 
 ALIKE = 0.5
 """Two sides err alike when their errors differ by less than this share of their size."""

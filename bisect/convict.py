@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerbisect.bisect.alike import err_alike
-from layerbisect.bisect.measure import OwnError
 from layerbisect.bisect.replicas import Copies, read_rest
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.side_culprits import Shares, SideCulprits
 from layerbisect.bisect.verdict import Culprit, RuledOut
 from layerbisect.bisect.weight_evidence import WeightEvidence
+from layerbisect.kernels.judging.measure import OwnError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.measure import By
 from layerbisect.bisect.operators import LayerPoints
+from layerbisect.kernels.judging.measure import By
 
 _STEP = 1e-4
 # of a stretch of several operators: points whose scale a bug may have changed

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from layerbisect.bisect.exact_choice import error_of_rows
-from layerbisect.bisect.measure import OwnError, Sample
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.residuals import unit_roundoff
+from layerbisect.kernels.judging.measure import OwnError, Sample
+from layerbisect.kernels.judging.residuals import unit_roundoff
 
 _WRONG = 1e6
 """Ratio of a copy that differs at all to a rounding that cannot be there."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from layerbisect.bisect.directions import norm_eps_direction, norm_eps_unit
-from layerbisect.bisect.measure import Output, OwnError, measure
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import (
+from layerbisect.bisect.side import Side
+from layerbisect.captures.points import boundary
+from layerbisect.kernels.judging.measure import Output, OwnError, measure
+from layerbisect.kernels.judging.residuals import (
     ONE_ROUNDING,
     order_freedom,
     unique_rows,
     unit_roundoff,
 )
-from layerbisect.bisect.side import Side
-from layerbisect.captures.points import boundary
 
 _STEP = 1e-4
 _LOGITS_AT_ONCE = 2**23

@@ -16,11 +16,9 @@ from layerbisect.bisect.case import Case
 from layerbisect.bisect.convict import Findings, convict
 from layerbisect.bisect.ends import end_errors
 from layerbisect.bisect.join import repeats
-from layerbisect.bisect.measure import OwnError
 from layerbisect.bisect.metrics import score_gap
 from layerbisect.bisect.own_error import own_errors
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import order_freedom
 from layerbisect.bisect.routing import compare_routes
 from layerbisect.bisect.routing_report import Routing
 from layerbisect.bisect.routing_words import with_routes
@@ -34,6 +32,8 @@ from layerbisect.bisect.verdict import (
     squared_above,
 )
 from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
+from layerbisect.kernels.judging.measure import OwnError
+from layerbisect.kernels.judging.residuals import order_freedom
 
 SCAN_OPERATIONS = 5e12
 """Up to so many floating-point operations every boundary is probed; beyond, they are searched."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.measure import EXCESS_RATIO, OwnError, quantile
 from layerbisect.bisect.operators import LayerPoints
+from layerbisect.kernels.judging.measure import EXCESS_RATIO, OwnError, quantile
 
 
 def error_of_rows(

@@ -13,11 +13,11 @@ import torch
 
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import unique_rows
 from layerbisect.bisect.side import Side
 from layerbisect.captures.format import RoutesFrom
 from layerbisect.captures.points import boundary
 from layerbisect.kernels.experts import combine
+from layerbisect.kernels.judging.residuals import unique_rows
 from layerbisect.kernels.rounding import rounded, shifted_grid
 
 Compute = Callable[["LayerPoints", Precision], torch.Tensor]

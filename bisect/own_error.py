@@ -12,13 +12,13 @@ import torch
 
 from layerbisect.bisect.directions import directions_of, gains_of, units_of
 from layerbisect.bisect.dispatch import judge_dispatch
-from layerbisect.bisect.measure import MEDIAN_RATIO, Output, OwnError, measure
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.qkv import acquit_shared_turn, part
 from layerbisect.bisect.reduction import reduction_variance
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.selection import acquit_weights, judge_selection, may_flip
 from layerbisect.bisect.side import Side
+from layerbisect.kernels.judging.measure import MEDIAN_RATIO, Output, OwnError, measure
 
 DRAWS = 16
 """Draws of rounding that a row's noise is estimated from before rows in excess alone convict."""

@@ -12,7 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.measure import (
+from layerbisect.bisect.operators import LayerPoints
+from layerbisect.bisect.precision import FULL
+from layerbisect.bisect.where import heads_in_error
+from layerbisect.kernels.judging.measure import (
     EXCESS_RATIO,
     EXCESS_ROWS,
     MEDIAN_RATIO,
@@ -20,9 +23,6 @@ from layerbisect.bisect.measure import (
     OwnError,
     measure,
 )
-from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.precision import FULL
-from layerbisect.bisect.where import heads_in_error
 
 _ITERATIONS = 8
 # a turn that is the same everywhere shows in the first few sequences

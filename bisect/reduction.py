@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.residuals import ONE_ROUNDING, typical_square, unit_roundoff
+from layerbisect.kernels.judging.residuals import ONE_ROUNDING, typical_square, unit_roundoff
 
 _SUMMED = {
     "attn.out": "attn.out",

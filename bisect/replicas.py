@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerbisect.bisect.measure import OwnError
 from layerbisect.bisect.operators import STEPS
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.side_culprits import EMBEDDED, Shares, is_everywhere
 from layerbisect.bisect.verdict import Culprit
 from layerbisect.bisect.weight_evidence import WeightEvidence
 from layerbisect.captures.points import all_points, boundary, parse
+from layerbisect.kernels.judging.measure import OwnError
 
 _TOLD = 4
 

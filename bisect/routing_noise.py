@@ -9,10 +9,10 @@ import torch
 
 from layerbisect.bisect.precision import FULL, Precision
 from layerbisect.bisect.reference import ReferenceModel
-from layerbisect.bisect.residuals import order_freedom
 from layerbisect.bisect.routing_flips import logits_differ
 from layerbisect.bisect.selection import expert_sets
 from layerbisect.bisect.side import Side
+from layerbisect.kernels.judging.residuals import order_freedom
 
 _WANTED = ("mlp.router_logits", "mlp.expert_ids", "output")
 

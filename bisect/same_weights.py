@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.join import Joined, join
-from layerbisect.bisect.residuals import unit_roundoff
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.points import all_points, parse
 from layerbisect.captures.store import Capture
+from layerbisect.kernels.judging.residuals import unit_roundoff
 
 ROUNDINGS = 8.0
 """Sums in another order, as of other rows beside, change a row by less than so many roundoffs."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from layerbisect.bisect.exact_choice import error_of_rows
-from layerbisect.bisect.measure import (
+from layerbisect.bisect.operators import LayerPoints
+from layerbisect.bisect.precision import FULL
+from layerbisect.kernels.judging.measure import (
     EXCESS_RATIO,
     EXTREME_RATIO,
     Output,
@@ -15,9 +17,7 @@ from layerbisect.bisect.measure import (
     Sample,
     measure,
 )
-from layerbisect.bisect.operators import LayerPoints
-from layerbisect.bisect.precision import FULL
-from layerbisect.bisect.residuals import ONE_ROUNDING, unit_roundoff
+from layerbisect.kernels.judging.residuals import ONE_ROUNDING, unit_roundoff
 
 TIE_MARGIN = 8.0
 """A route whose margin is below this many deviations of the router's noise may flip."""

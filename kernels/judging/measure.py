@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from layerbisect.bisect.residuals import (
+from layerbisect.kernels.judging.residuals import (
     Direction,
     Fit,
     fits_beyond,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerbisect.bisect.measure import (
+from layerbisect.kernels.judging.measure import (
     EXCESS_RATIO,
     EXTREME_RATIO,
     MEDIAN_RATIO,
@@ -17,7 +17,7 @@ from layerbisect.bisect.measure import (
     OwnError,
     measure,
 )
-from layerbisect.bisect.residuals import (
+from layerbisect.kernels.judging.residuals import (
     Direction,
     _fit,
     fits_beyond,
