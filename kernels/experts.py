@@ -17,6 +17,7 @@ import torch
 
 from layerbisect.kernels.linear import linear
 from layerbisect.kernels.rounding import require_compute_dtype, rounded
+from layerbisect.kernels.swiglu import swiglu
 
 
 class ExpertWeights(Protocol):
@@ -150,5 +151,4 @@ def _weighted(
 def _gated(
     gate: torch.Tensor, up: torch.Tensor, down_w: torch.Tensor, round_to: torch.dtype | None
 ) -> torch.Tensor:
-    hidden = rounded(torch.nn.functional.silu(gate), round_to)
-    return linear(rounded(hidden * up, round_to), down_w, round_to=round_to)
+    return linear(swiglu(gate, up, round_to=round_to), down_w, round_to=round_to)
