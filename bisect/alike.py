@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.kernels.judging.measure import EXCESS_RATIO, MEDIAN_RATIO, OwnError
+from layerbisect.kernels.judging.own_error import EXCESS_RATIO, MEDIAN_RATIO, OwnError
 from layerbisect.kernels.judging.residuals import row_ratios
 
 ALIKE = 0.5

@@ -12,7 +12,7 @@ from layerbisect.bisect.side import Side
 from layerbisect.bisect.side_culprits import Shares, SideCulprits
 from layerbisect.bisect.verdict import Culprit, RuledOut
 from layerbisect.bisect.weight_evidence import WeightEvidence
-from layerbisect.kernels.judging.measure import OwnError
+from layerbisect.kernels.judging.own_error import OwnError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from layerbisect.bisect.exact_choice import error_of_rows
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.kernels.judging.measure import OwnError, Sample
+from layerbisect.kernels.judging.own_error import OwnError, Sample
 from layerbisect.kernels.judging.residuals import unit_roundoff
 
 _WRONG = 1e6

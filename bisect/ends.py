@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from layerbisect.bisect.directions import norm_eps_direction, norm_eps_unit
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
 from layerbisect.captures.points import boundary
-from layerbisect.kernels.judging.measure import Output, OwnError, measure
+from layerbisect.kernels.judging.directions import STEP, norm_eps_direction, norm_eps_unit
+from layerbisect.kernels.judging.logprob_noise import logprob_noise
+from layerbisect.kernels.judging.measure import Output, measure
+from layerbisect.kernels.judging.own_error import OwnError
 from layerbisect.kernels.judging.residuals import (
     ONE_ROUNDING,
     order_freedom,
@@ -16,10 +18,7 @@ from layerbisect.kernels.judging.residuals import (
     unit_roundoff,
 )
 
-_STEP = 1e-4
 _LOGITS_AT_ONCE = 2**23
-# what is left of a near certain token's error, in unit roundoffs
-_LEAST_NOISE = 0.1
 
 
 def end_errors(model: ReferenceModel, side: Side) -> list[OwnError]:
@@ -102,9 +101,20 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
         return None
     target = torch.from_numpy(side.chains.target)[rows]
     exact = model.logprobs(normed[rows], target).double()
-    moved = model.logprobs(normed[rows] * (1 + _STEP), target).double()
+    moved = model.logprobs(normed[rows] * (1 + STEP), target).double()
     low = model.logprobs(low_normed[rows], target, precision=side.low).double()
-    noise = _head_noise(model, normed[rows], target, exact, low, side.dtype)
+    vocab = model.config.vocab
+    step = max(1, _LOGITS_AT_ONCE // len(target))
+    noise = logprob_noise(
+        (
+            model.logits(normed[rows], start, min(start + step, vocab)).double()
+            for start in range(0, vocab, step)
+        ),
+        model.target_logit(normed[rows], target).double(),
+        exact,
+        low,
+        side.dtype,
+    )
     return measure(
         Output(
             point="logprob",
@@ -118,43 +128,9 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
             flat_rows=rows,
             covers=covers,
             directions={
-                "logit scale": (moved - exact)[:, None] / _STEP,
+                "logit scale": (moved - exact)[:, None] / STEP,
                 "offset": torch.ones_like(exact)[:, None],
             },
             noise=noise[:, None] * order_freedom(side.dtype),
         )
     )
-
-
-def _head_noise(
-    model: ReferenceModel,
-    normed: torch.Tensor,
-    target: torch.Tensor,
-    exact: torch.Tensor,
-    low: torch.Tensor,
-    dtype: str,
-) -> torch.Tensor:
-    """Standard deviation (nat) of rounding in each row's log-prob: float64 [row].
-
-    A log-prob moves by the error of its own logit, and by that of every logit times its
-    probability in the other direction. Each logit is rounded at its own size, so rows differ.
-    """
-    own_logit = model.target_logit(normed, target).double()
-    own = exact.exp()
-    # its own logit counts 1 - p; below it counts p, as all others do
-    variance = ((1 - own).square() - own.square()) * _spacing(own_logit, dtype).square()
-    normalizer = own_logit - exact
-    vocab = model.config.vocab
-    step = max(1, _LOGITS_AT_ONCE // len(target))
-    for start in range(0, vocab, step):
-        logits = model.logits(normed, start, min(start + step, vocab)).double()
-        chance = (logits - normalizer[:, None]).exp()
-        variance += (chance * _spacing(logits, dtype)).square().sum(1)
-    noise = (variance.clamp_min(0.0) / 12).sqrt() + _LEAST_NOISE * unit_roundoff(dtype)
-    # sums in float32 lose more than their last rounding
-    return noise * ((low - exact) / noise).square().mean().sqrt().clamp_min(1.0)
-
-
-def _spacing(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Distance between neighbouring numbers of ``dtype`` at the size of ``values``."""
-    return torch.exp2(values.abs().clamp_min(1e-6).log2().floor()) * (2 * unit_roundoff(dtype))

@@ -32,7 +32,7 @@ from layerbisect.bisect.verdict import (
     squared_above,
 )
 from layerbisect.bisect.weight_evidence import WeightEvidence, compare_weights
-from layerbisect.kernels.judging.measure import OwnError
+from layerbisect.kernels.judging.own_error import OwnError
 from layerbisect.kernels.judging.residuals import order_freedom
 
 SCAN_OPERATIONS = 5e12

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from layerbisect.bisect.operators import LayerPoints
-from layerbisect.kernels.judging.measure import EXCESS_RATIO, OwnError, quantile
+from layerbisect.kernels.judging.measure import quantile
+from layerbisect.kernels.judging.own_error import EXCESS_RATIO, OwnError
 
 
 def error_of_rows(

@@ -6,11 +6,10 @@ It needs no other engine, so it says which side is wrong, and where two are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
-from layerbisect.bisect.directions import directions_of, gains_of, units_of
+from layerbisect.bisect.directions import directions_of, units_of
 from layerbisect.bisect.dispatch import judge_dispatch
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.qkv import acquit_shared_turn, part
@@ -18,10 +17,9 @@ from layerbisect.bisect.reduction import reduction_variance
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.selection import acquit_weights, judge_selection, may_flip
 from layerbisect.bisect.side import Side
-from layerbisect.kernels.judging.measure import MEDIAN_RATIO, Output, OwnError, measure
-
-DRAWS = 16
-"""Draws of rounding that a row's noise is estimated from before rows in excess alone convict."""
+from layerbisect.kernels.judging.directions import gains_of
+from layerbisect.kernels.judging.measure import Output, measure_redrawn
+from layerbisect.kernels.judging.own_error import OwnError
 
 
 def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list[OwnError]:
@@ -59,26 +57,14 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
         low=points.compute(suffix, points.side.low)[rows],
         flat_rows=rows,
         covers=points.covers(suffix),
-        gains=gains_of(points, suffix),
+        gains=gains_of(suffix, points.covers(suffix)),
         experts=points.get("mlp.expert_ids")[rows] if suffix == "mlp.expert_out" else None,
         directions={n: d[rows] for n, d in directions_of(points, suffix).items()},
         units=units_of(points, suffix),
         variance=reduction_variance(points, suffix, rows),
         set_aside=set_aside,
     )
-    error = measure(output)
-    # float32 rounds nothing that could be drawn anew
-    if points.side.dtype == "float32" or not _rests_on_rows(error):
-        return error
-    # one draw of few independent errors is far too small an estimate in some rows, by chance
-    draws = [low[rows] for low in points.redrawn(suffix, DRAWS)]
-    return measure(replace(output, draws=draws))
-
-
-def _rests_on_rows(error: OwnError) -> bool:
-    """Say whether nothing but a minority of rows in excess convicts."""
-    others = error.nonfinite or error.extreme or error.fits or error.median > MEDIAN_RATIO
-    return error.convicted and not others
+    return measure_redrawn(output, lambda draws: [d[rows] for d in points.redrawn(suffix, draws)])
 
 
 def _observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:

@@ -18,7 +18,7 @@ from layerbisect.bisect.side_culprits import EMBEDDED, Shares, is_everywhere
 from layerbisect.bisect.verdict import Culprit
 from layerbisect.bisect.weight_evidence import WeightEvidence
 from layerbisect.captures.points import all_points, boundary, parse
-from layerbisect.kernels.judging.measure import OwnError
+from layerbisect.kernels.judging.own_error import OwnError
 
 _TOLD = 4
 

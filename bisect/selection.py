@@ -9,14 +9,8 @@ import torch
 from layerbisect.bisect.exact_choice import error_of_rows
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
-from layerbisect.kernels.judging.measure import (
-    EXCESS_RATIO,
-    EXTREME_RATIO,
-    Output,
-    OwnError,
-    Sample,
-    measure,
-)
+from layerbisect.kernels.judging.measure import Output, measure
+from layerbisect.kernels.judging.own_error import EXCESS_RATIO, EXTREME_RATIO, OwnError, Sample
 from layerbisect.kernels.judging.residuals import ONE_ROUNDING, unit_roundoff
 
 TIE_MARGIN = 8.0

@@ -9,7 +9,7 @@ from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import Culprit
 from layerbisect.bisect.weight_evidence import WEIGHTED, Owner, WeightEvidence, owner
 from layerbisect.bisect.where import describe
-from layerbisect.kernels.judging.measure import EXTREME_RATIO, OwnError
+from layerbisect.kernels.judging.own_error import EXTREME_RATIO, OwnError
 
 EVERYWHERE = 0.5
 """A fault in more than this share of the layers is one fault of the whole side."""

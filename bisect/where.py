@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from layerbisect.bisect.side import Side
-from layerbisect.kernels.judging.measure import EXCESS_RATIO, MEDIAN_RATIO, OwnError
+from layerbisect.kernels.judging.own_error import EXCESS_RATIO, MEDIAN_RATIO, OwnError
 
 _ALL = 0.9
 _AGREEMENT = 0.9

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from layerbisect.kernels.judging.measure import (
+from layerbisect.kernels.judging.measure import Output, measure
+from layerbisect.kernels.judging.own_error import (
     EXCESS_RATIO,
     EXTREME_RATIO,
     MEDIAN_RATIO,
     SYSTEMATIC_Z,
-    Output,
     OwnError,
-    measure,
 )
 from layerbisect.kernels.judging.residuals import (
     Direction,
