@@ -45,7 +45,7 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
 def _judge(points: LayerPoints, suffix: str) -> OwnError:
     captured = points.captured(suffix)
     assert captured is not None
-    rows, set_aside = _observations(points, suffix)
+    rows, set_aside = observations(points, suffix)
     output = Output(
         point=points.name(suffix),
         layer=points.layer,
@@ -67,7 +67,7 @@ def _judge(points: LayerPoints, suffix: str) -> OwnError:
     return measure_redrawn(output, lambda draws: [d[rows] for d in points.redrawn(suffix, draws)])
 
 
-def _observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:
+def observations(points: LayerPoints, suffix: str) -> tuple[torch.Tensor, int]:
     """Keep one row of each set with equal input, and set aside routes that are too close."""
     covers = points.covers(suffix)
     if "attention" in covers or "rope" in covers:

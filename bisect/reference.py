@@ -61,6 +61,11 @@ class ReferenceModel(Steps):
         """Return a tensor of the checkpoint as stored, mapped; don't write to it."""
         return self._weights.checkpoint.tensor(name)
 
+    def expert(self, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one expert's gate-and-up and down matrices, in the compute dtype."""
+        gate_up, down = self._weights.experts(layer, None)
+        return gate_up[number], down[number]
+
     def layer(
         self,
         layer: int,

@@ -48,6 +48,7 @@ OPERATORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] =
     ),
     "swiglu": (("gate", "up"), (), ("y",)),
     "experts": (("x", "ids", "weights", "gate_up", "down"), (), ("y",)),
+    "combine": (("outputs", "ids"), (), ("y",)),
     "logprob": (("logits", "targets"), ("shards",), ("logprob",)),
     "add": (("stream", "delta"), (), ("y",)),
 }
