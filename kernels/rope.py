@@ -1,7 +1,7 @@
-"""Rotary position embedding, in the half style of GPT-NeoX, Llama and Qwen3.
+"""Rotary position embedding, in the half style of GPT-NeoX, Llama and Qwen3, or interleaved.
 
-Channel c of the first half and channel c of the second are a pair, turned by the angle
-``position * inv_freq[c]``:
+Channel c of the first half and channel c of the second are a pair, or with ``interleaved`` (GPT-J,
+DeepSeek-V3) channels 2c and 2c + 1. A pair is turned by the angle ``position * inv_freq[c]``:
 
     first'  = first * cos - second * sin
     second' = second * cos + first * sin
@@ -81,6 +81,7 @@ def rope(
     inv_freq: torch.Tensor,
     *,
     attention_scaling: float = 1.0,
+    interleaved: bool = False,
     inverse: bool = False,
     round_to: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -101,12 +102,18 @@ def rope(
     sin = rounded(angle.sin() * factor, round_to)[:, None]
     if inverse:
         sin = -sin
-    first, second = x.chunk(2, dim=-1)
+    first, second = _pairs(x, interleaved)
     turned = torch.empty_like(x)
-    half = x.shape[-1] // 2
-    turned[..., :half] = rounded(first * cos, round_to) - rounded(second * sin, round_to)
-    turned[..., half:] = rounded(second * cos, round_to) + rounded(first * sin, round_to)
+    turned_first, turned_second = _pairs(turned, interleaved)
+    turned_first[:] = rounded(first * cos, round_to) - rounded(second * sin, round_to)
+    turned_second[:] = rounded(second * cos, round_to) + rounded(first * sin, round_to)
     return rounded(turned, round_to)
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the first and of the second channel of every pair."""
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
