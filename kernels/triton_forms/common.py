@@ -1,0 +1,38 @@
+"""What the Triton forms share.
+
+Triton chooses between compiling and interpreting when it is imported, and so do our kernels:
+``TRITON_INTERPRET=1`` must be set before that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def interpreting() -> bool:
+    """Whether kernels are run by Triton's interpreter, on the CPU.
+
+    Its dot multiplies the bit patterns of bfloat16 operands (3.8 and 3.9), so that kernels convert
+    them to float32 first, where a product of two bfloat16 numbers is exact.
+    """
+    # decorated when triton was imported, whatever became of the environment since
+    return not isinstance(tl.zeros, triton.JITFunction)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A kernel with the types and constants of a realistic launch, to be compiled without a GPU.
+
+    ``signature`` names the type of each argument that is no constant ("*bf16", "i32", "fp32");
+    ``constexprs`` holds the value of each one that is. A pointer is taken as aligned to 16 bytes.
+    """
+
+    name: str
+    fn: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
