@@ -103,12 +103,12 @@ def _layer_bundle(points: LayerPoints, suffix: str, error: OwnError, most: int) 
         bundle,
         calls=calls,
         inputs=inputs,
-        weights={n: held(side, read()) for n, read in stretch.weights.items()},
+        weights={n: read() for n, read in stretch.weights.items()},
         captured=captured,
         variance=variance,
         acquitted=error.acquitted,
     )
-    if calls[-1].operator == "experts":
+    if any(call.operator == "experts" for call in calls):
         bundle = _with_experts(points, bundle)
     return bundle
 
@@ -126,7 +126,7 @@ def _with_experts(points: LayerPoints, bundle: Bundle) -> Bundle:
     return replace(
         bundle,
         inputs={**bundle.inputs, "mlp.expert_ids": local},
-        weights=weights,
+        weights={**bundle.weights, **weights},
         expert_numbers=tuple(used.tolist()),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from layerbisect.bisect.bundle_rows import held
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.kernels.replay.bundle import Call
@@ -16,7 +17,7 @@ class Stretch:
     """What a point is made from: ``calls`` in order, the points and the weights that they read.
 
     ``inputs`` are suffixes of captured points of the layer; ``weights`` maps names to functions
-    that read a tensor. What lies between and is not captured is computed on the way. Names of
+    that read a tensor, as the engine holds it. What lies between and is not captured is computed on the way. Names of
     results are the suffixes of points, or hold a colon where they are none. Raises LayerBisectError
     for a point that no operator of the layer makes.
     """
@@ -66,7 +67,7 @@ class Stretch:
 
     def _weight(self, name: str) -> str:
         full = self._prefix + name
-        self.weights[name] = lambda: self.points.model.tensor(full)
+        self.weights[name] = lambda: held(self.points.side, self.points.model.tensor(full))
         return name
 
     def _call(

@@ -83,32 +83,29 @@ class Judge:
 
         Both float64 [row, ...].
         """
-        return self._given_choice(self.exact, produced, None), self._given_choice(
-            self.low, produced, self.bundle.storage
-        )
+        if self.bundle.calls[-1].operator == "router":
+            return self._weighed(program.exact, produced), self._weighed(program.low, produced)
+        return _two_dims(self.exact[self.result]), _two_dims(self.low[self.result])
 
-    def _given_choice(
-        self, made: Results, produced: Results, round_to: torch.dtype | None
-    ) -> torch.Tensor:
-        """Take the weights of the experts that were chosen, whatever the reference would choose."""
+    def _weighed(self, compute: program.Compute, produced: Results) -> torch.Tensor:
+        """Weigh the experts that were chosen, whatever the reference would choose."""
         call = self.bundle.calls[-1]
-        if call.operator != "router":
-            return _two_dims(made[self.result])
-        logits = self.bundle.inputs[call.tensors["logits"]].double()
+        logits = program.value(self.bundle, call.tensors["logits"], compute)
         attributes = {
             name: call.attributes[name]
             for name in ("renormalise", "scoring", "softmax_after_top_k", "scaling")
             if name in call.attributes
         }
         ids = produced[call.results[1]].long().clamp(0, logits.shape[1] - 1)
+        round_to = self.bundle.storage if compute is program.low else None
         return rounded(weigh(logits, ids, **attributes), round_to)
 
     def _redrawn(self, produced: Results, draws: int) -> Sequence[torch.Tensor]:
         found = []
         for draw in range(1, draws + 1):
             with shifted_grid(2.0 ** (-draw / (draws + 1))):
-                made = program.low(self.bundle)
-                found.append(self._given_choice(made, produced, self.bundle.storage))
+                # not the cached one, which is of the unshifted grid
+                found.append(Judge(self.bundle).references(produced)[1])
         return found
 
     @cached_property

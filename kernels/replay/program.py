@@ -45,12 +45,13 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 _WEIGHTS = ("weight", "gate_up", "down", "inv_freq")
 
 Run = Callable[..., Any]
+Changes = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def run(
     bundle: Bundle,
     choose: Callable[[Call], Run],
-    changed: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    changed: Changes | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run the stretch; ``choose`` says what computes each call, by keyword arguments.
 
@@ -83,7 +84,33 @@ def run(
     return made
 
 
-def value(bundle: Bundle, name: str) -> torch.Tensor:
+def exact(
+    bundle: Bundle,
+    changed: Changes | None = None,
+) -> dict[str, torch.Tensor]:
+    """Compute the stretch in float64, which rounds nothing that counts."""
+    return run(bundle, lambda call: partial(_reference, call, torch.float64, None), changed)
+
+
+def low(
+    bundle: Bundle,
+    changed: Changes | None = None,
+) -> dict[str, torch.Tensor]:
+    """Compute what the low-precision reference makes of the stretch, in float64 or float32.
+
+    It rounds what an ordinary implementation writes to memory to the engine's dtype; one that
+    stores float32 also computes in it.
+    """
+    compute = torch.float32 if bundle.dtype == "float32" else torch.float64
+    made = run(bundle, lambda call: partial(_reference, call, compute, bundle.storage), changed)
+    return {name: t.double() if t.is_floating_point() else t for name, t in made.items()}
+
+
+Compute = Callable[[Bundle, Changes | None], dict[str, torch.Tensor]]
+"""`exact` or `low`."""
+
+
+def value(bundle: Bundle, name: str, compute: Compute = exact) -> torch.Tensor:
     """Compute one tensor of the stretch in float64: an input, or a call's result."""
     seen: list[torch.Tensor] = []
 
@@ -91,27 +118,8 @@ def value(bundle: Bundle, name: str) -> torch.Tensor:
         seen.append(values)
         return values
 
-    exact(bundle, {name: keep})
+    compute(bundle, {name: keep})
     return seen[0].double()
-
-
-def exact(
-    bundle: Bundle,
-    changed: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Compute the stretch in float64, which rounds nothing that counts."""
-    return run(bundle, lambda call: partial(_reference, call, torch.float64, None), changed)
-
-
-def low(bundle: Bundle) -> dict[str, torch.Tensor]:
-    """Compute what the low-precision reference makes of the stretch, in float64 or float32.
-
-    It rounds what an ordinary implementation writes to memory to the engine's dtype; one that
-    stores float32 also computes in it.
-    """
-    compute = torch.float32 if bundle.dtype == "float32" else torch.float64
-    made = run(bundle, lambda call: partial(_reference, call, compute, bundle.storage))
-    return {name: t.double() if t.is_floating_point() else t for name, t in made.items()}
 
 
 def _reference(

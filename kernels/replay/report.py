@@ -35,11 +35,11 @@ class Errors:
     size, both root mean squares (a log-prob's error is in nat). ``ratio``, ``median`` and ``floor``
     are `OwnError`'s: the error as a multiple of what the low-precision reference loses. ``ulps``
     maps ranges of distance from the correctly rounded value, in units in the last place of the
-    engine's dtype, to the share of elements in them. ``fits`` is the systematic part. ``bound_used``
-    is the largest error as a share of the worst-case bound, ``beyond_bound`` the number of elements
-    past it; both None for a stretch of several operators, which has none. ``wrong_choices`` counts
-    rows whose chosen experts are not those with the best scores, near ties aside. ``convicted`` says
-    that rounding does not explain it, and ``why`` in words.
+    engine's dtype, to the share of elements in them. ``fits`` is the systematic part.
+    ``bound_used`` is the largest error as a share of the worst-case bound, ``beyond_bound`` the
+    number of elements past it; both None for a stretch of several operators, which has none.
+    ``wrong_choices`` counts rows whose chosen experts are not those with the best scores, near ties
+    aside. ``convicted`` says that rounding does not explain it, and ``why`` in words.
     """
 
     rows: int
