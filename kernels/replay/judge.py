@@ -23,7 +23,7 @@ from layerbisect.kernels.judging.measure import Output, measure_redrawn
 from layerbisect.kernels.judging.own_error import OwnError
 from layerbisect.kernels.judging.residuals import order_freedom
 from layerbisect.kernels.replay import program
-from layerbisect.kernels.replay.bundle import Bundle
+from layerbisect.kernels.replay.bundle import Bundle, BundleError
 from layerbisect.kernels.rounding import rounded, shifted_grid
 from layerbisect.kernels.router import weigh
 
@@ -43,8 +43,14 @@ class Judge:
 
     @cached_property
     def exact(self) -> Results:
-        """What float64 makes of the input."""
-        return program.exact(self.bundle)
+        """What float64 makes of the input; BundleError where the tensors don't fit together."""
+        try:
+            return program.exact(self.bundle)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise BundleError(
+                f"the bundle of {self.bundle.point} does not fit together: "
+                f"{str(error).splitlines()[0]}; export it again"
+            ) from error
 
     @cached_property
     def low(self) -> Results:
