@@ -7,7 +7,7 @@ import torch
 
 from layerbisect.kernels import logprob as module
 from layerbisect.kernels.linear import linear
-from layerbisect.kernels.logprob import logprobs
+from layerbisect.kernels.logprob import logprob, logprobs
 
 ROWS, HIDDEN, VOCAB = 13, 24, 101
 
@@ -98,3 +98,47 @@ def test_wrong_arguments_are_named(
         logprobs(hidden, head[:, :23], targets)
     with pytest.raises(TypeError, match="hidden must be float32 or float64"):
         logprobs(hidden.half(), head, targets)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8, VOCAB, 10 * VOCAB])
+def test_from_logits_in_any_number_of_shards(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shards: int
+) -> None:
+    hidden, head, targets = given
+    scores = logprob(hidden @ head.T, targets, shards=shards)
+    torch.testing.assert_close(scores, whole(*given), rtol=1e-12, atol=1e-12)
+
+
+def test_from_logits_equals_from_hidden_states_in_low_precision(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, head, targets = given
+    targets[3] = -1
+    scores = logprob(linear(hidden, head), targets, round_to=torch.bfloat16)
+    expected = logprobs(hidden, head, targets, round_to=torch.bfloat16)
+    torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert scores.isnan().nonzero().flatten().tolist() == [3]
+
+
+def test_a_masked_shard_of_the_vocabulary_adds_nothing(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, head, _ = given
+    logits = hidden @ head.T
+    half = -(-VOCAB // 2)
+    logits[:, half:] = -torch.inf
+    targets = torch.arange(ROWS)
+    masked = logprob(logits, targets, shards=2)
+    torch.testing.assert_close(masked, logprob(logits[:, :half], targets))
+
+
+def test_from_logits_refuses_what_does_not_fit() -> None:
+    logits = torch.zeros(2, 5)
+    with pytest.raises(TypeError, match="bfloat16"):
+        logprob(logits.bfloat16(), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        logprob(logits, torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match="below the vocabulary's 5, got 5"):
+        logprob(logits, torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
+        logprob(logits, torch.tensor([0, 1]), shards=0)
