@@ -14,9 +14,9 @@ import torch
 
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
-from layerbisect.bisect.where import heads_in_error
 from layerbisect.kernels.judging.measure import Output, measure
 from layerbisect.kernels.judging.own_error import EXCESS_RATIO, EXCESS_ROWS, MEDIAN_RATIO, OwnError
+from layerbisect.kernels.judging.where import heads_in_error
 
 _ITERATIONS = 8
 # a turn that is the same everywhere shows in the first few sequences
