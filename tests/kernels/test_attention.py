@@ -15,7 +15,12 @@ def heads(rows: int, count: int, channels: int = 20, seed: int = 0) -> torch.Ten
 
 
 def by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, one query and one head at a time."""
     context = torch.empty_like(q)
@@ -25,7 +30,8 @@ def by_hand(
         for head in range(q.shape[1]):
             keys, values = k[first : row + 1, head // group], v[first : row + 1, head // group]
             weights = torch.exp(scale * keys @ q[row, head])
-            context[row, head] = weights @ values / weights.sum()
+            sink = 0.0 if sinks is None else torch.exp(sinks[head])
+            context[row, head] = weights @ values / (weights.sum() + sink)
     return context
 
 
@@ -57,6 +63,29 @@ def test_each_sequence_sees_itself_only() -> None:
     parts = zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True)
     alone = [attention(q, k, v, [len(q)], scale=0.2) for q, k, v in parts]
     assert torch.equal(packed, torch.cat(alone))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_sink_takes_weight_and_has_no_value(window: int | None) -> None:
+    q, k, v = heads(9, 4), heads(9, 2, seed=1), heads(9, 2, seed=2)
+    sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf])
+    context = attention(q, k, v, [9], scale=0.3, sliding_window=window, sinks=sinks)
+    torch.testing.assert_close(context, by_hand(q, k, v, 0.3, window, sinks.double()))
+    without = attention(q, k, v, [9], scale=0.3, sliding_window=window)
+    torch.testing.assert_close(context[:, 3], without[:, 3])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_are_the_last_of_their_sequence(window: int | None) -> None:
+    lengths, queries = [9, 4, 1, 6, 0], [2, 4, 1, 0, 0]
+    q, k, v = heads(20, 4), heads(20, 2, seed=1), heads(20, 2, seed=2)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0]).double()
+    whole = attention(q, k, v, lengths, scale=0.3, sliding_window=window, sinks=sinks)
+    rows = torch.tensor([7, 8, 9, 10, 11, 12, 13])
+    last = attention(
+        q[rows], k, v, lengths, scale=0.3, sliding_window=window, sinks=sinks, queries=queries
+    )
+    torch.testing.assert_close(last, whole[rows], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("later", [100.0, torch.nan, torch.inf])
@@ -97,3 +126,9 @@ def test_wrong_arguments_are_named() -> None:
         attention(q, k, q, [4], scale=1.0)
     with pytest.raises(TypeError, match="q must be float32 or float64, got torch.float16"):
         attention(q.half(), k.half(), k.half(), [4], scale=1.0)
+    with pytest.raises(ValueError, match=r"add up to the 4 rows of q, got \[3\]"):
+        attention(q, q, q, [4], scale=1.0, queries=[3])
+    with pytest.raises(ValueError, match=r"got queries=\[3, 1\] of lengths=\[2, 2\]"):
+        attention(q, q, q, [2, 2], scale=1.0, queries=[3, 1])
+    with pytest.raises(ValueError, match=r"sinks must have shape \[6\], got \[4\]"):
+        attention(q, q, q, [4], scale=1.0, sinks=torch.zeros(4))
