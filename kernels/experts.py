@@ -6,18 +6,25 @@
 ``expert_outputs`` are the terms of that sum, and ``combine`` adds them up.
 
 The low-precision form rounds gate, up, silu, their product and the down projection; each expert's
-weighted output; and the sum after every expert, in the order of their numbers.
+weighted output; and the sum, in one of these orders, as read in transformers 5.19 and SGLang
+0.5.23:
+
+    expert  after every expert, in the order of their numbers: transformers' loop over experts
+    slot    after every slot, in the order of the slots
+    once    in the order of the slots, and once at the end: SGLang's fused kernels
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from layerbisect.kernels.linear import linear
 from layerbisect.kernels.rounding import require_compute_dtype, rounded
 from layerbisect.kernels.swiglu import swiglu
+
+Order = Literal["expert", "slot", "once"]
 
 
 class ExpertWeights(Protocol):
@@ -54,6 +61,7 @@ def experts(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     *,
+    order: Order = "expert",
     round_to: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Sum the routed experts of each row.
@@ -61,11 +69,16 @@ def experts(
     ``x`` [row, hidden], float32 or float64; ``ids`` [row, slot] and ``weights`` [row, slot] as
     ``route`` returns them, where an ID of -1 marks an unused slot. ``gate_up[expert]`` is
     [2 * intermediate, hidden], gate above up, and ``down[expert]`` [hidden, intermediate]; only
-    experts that a row was routed to are read. Returns [row, hidden]. Raises TypeError for another
-    dtype and ValueError for shapes that don't fit or an expert that doesn't exist.
+    experts that a row was routed to are read. ``order`` is that of the sum. Returns [row, hidden].
+    Raises TypeError for another dtype and ValueError for shapes that don't fit, an expert that
+    doesn't exist or an unknown order.
     """
     require_compute_dtype("x", x)
     _check(x, ids, weights, len(gate_up))
+    if order != "expert":
+        by_slot = x[:, None].expand(-1, ids.shape[1], -1)
+        outputs = expert_outputs(by_slot, ids, weights, gate_up, down, round_to=round_to)
+        return combine(outputs, ids, order=order, round_to=round_to)
     total = torch.zeros_like(x)
     for expert in _used(ids):
         rows, slots = torch.where(ids == expert)
@@ -102,22 +115,32 @@ def expert_outputs(
 
 
 def combine(
-    outputs: torch.Tensor, ids: torch.Tensor, *, round_to: torch.dtype | None = None
+    outputs: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    order: Order = "expert",
+    round_to: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Add up weighted ``outputs`` [row, slot, hidden], float32 or float64: [row, hidden].
 
-    The low-precision form rounds after every slot, in the order of the experts' numbers in ``ids``
-    [row, slot]; slots with an ID of -1 are left out.
+    Slots with an ID of -1 in ``ids`` [row, slot] are left out. Raises TypeError for another dtype
+    and ValueError for shapes that don't fit or an unknown ``order``.
     """
     require_compute_dtype("outputs", outputs)
     if outputs.shape[:2] != ids.shape:
         raise ValueError(f"ids must have shape {list(outputs.shape[:2])}, got {list(ids.shape)}")
+    if order not in get_args(Order):
+        raise ValueError(f"order must be 'expert', 'slot' or 'once', got {order!r}")
     total = torch.zeros_like(outputs[:, 0])
-    rows = torch.arange(len(ids))
-    for slot in ids.argsort(dim=1, stable=True).unbind(1):
+    rows = torch.arange(len(ids), device=ids.device)
+    slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if order == "expert":
+        slots = ids.argsort(dim=1, stable=True)
+    every = None if order == "once" else round_to
+    for slot in slots.unbind(1):
         used = ids[rows, slot] >= 0
-        total[used] = rounded(total[used] + outputs[rows[used], slot[used]], round_to)
-    return total
+        total[used] = rounded(total[used] + outputs[rows[used], slot[used]], every)
+    return rounded(total, round_to)
 
 
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerbisect.kernels.experts import combine, expert_outputs, experts, swiglu_mlp
+from layerbisect.kernels.experts import Order, combine, expert_outputs, experts, swiglu_mlp
 from layerbisect.kernels.router import route
 
 EXPERTS, HIDDEN, INNER = 5, 12, 7
@@ -184,6 +184,39 @@ def test_low_precision_combine_rounds_after_every_slot_by_the_numbers_of_experts
     assert combine(outputs, ids).tolist() == [[1.0 + 2**-7]] * 2
 
 
+@pytest.mark.parametrize(
+    ("order", "sums"),
+    [
+        # 1 + 2^-8 is a tie that goes to 1, and 1 + 2^-7 is a number of bfloat16
+        ("expert", [1.0, 1.0 + 2**-7]),
+        ("slot", [1.0 + 2**-7, 1.0]),
+        ("once", [1.0 + 2**-7, 1.0 + 2**-7]),
+    ],
+)
+def test_the_sum_is_rounded_in_the_order_that_was_asked_for(
+    order: Order, sums: list[float]
+) -> None:
+    tiny = 2**-8
+    outputs = torch.tensor([[tiny, tiny, 1.0, torch.nan], [1.0, tiny, torch.nan, tiny]])[..., None]
+    ids = torch.tensor([[1, 2, 0, -1], [2, 0, -1, 1]])
+    rough = combine(outputs, ids, order=order, round_to=torch.bfloat16)
+    assert rough[:, 0].tolist() == sums
+
+
+@pytest.mark.parametrize("order", ["slot", "once"])
+def test_unrounded_experts_are_the_same_in_any_order(
+    routed: tuple[torch.Tensor, ...], order: Order
+) -> None:
+    x, ids, weights, gate_up, down = routed
+    ids[3, 1] = -1
+    torch.testing.assert_close(experts(*routed, order=order), experts(*routed))
+    by_slot = expert_outputs(
+        x[:, None].expand(-1, 2, -1), ids, weights, gate_up, down, round_to=torch.bfloat16
+    )
+    expected = combine(by_slot, ids, order=order, round_to=torch.bfloat16)
+    assert torch.equal(experts(*routed, order=order, round_to=torch.bfloat16), expected)
+
+
 def test_no_rows(routed: tuple[torch.Tensor, ...]) -> None:
     _, ids, weights, gate_up, down = routed
     empty = torch.zeros(0, HIDDEN)
@@ -198,6 +231,8 @@ def test_wrong_arguments_are_named(routed: tuple[torch.Tensor, ...]) -> None:
         expert_outputs(x[:, None].expand(-1, 3, -1), ids, weights, gate_up, down)
     with pytest.raises(ValueError, match=r"ids must have shape \[11, 3\], got \[11, 2\]"):
         combine(x[:, None].expand(-1, 3, -1), ids)
+    with pytest.raises(ValueError, match="must be 'expert', 'slot' or 'once', got 'random'"):
+        experts(x, ids, weights, gate_up, down, order="random")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must lie in \[-1, 4\), got 0 to 4"):
         experts(x, ids, weights, gate_up[:4], down[:4])
     with pytest.raises(TypeError, match="x must be float32 or float64"):
