@@ -65,6 +65,6 @@ def end_bundles(model: ReferenceModel, side: Side, *, rows: int = ROWS) -> list[
     inputs["targets"] = torch.from_numpy(side.chains.target)[kept]
     covers = ("head",) if normed is not None else ("norm", "head")
     bundle = described(side, "logprob", None, "head", covers, kept, kept)
-    captured = {"logprob": scores[kept].float()}
+    captured = {"logprob": scores[kept]}
     made.append(replace(bundle, calls=calls, inputs=inputs, weights=weights, captured=captured))
     return made

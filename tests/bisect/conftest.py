@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.bisect.engine_pairs import Rollouts, Trainers, record_rollouts
 from tests.bisect.making import Engine, random_tokens
 from tests.bisect.tied_routers import Tied
 
@@ -47,6 +48,18 @@ def _clean(model: Path, folder: Path) -> Clean:
     }
     made = {label: engine.capture(folder / label, tokens) for label, engine in engines.items()}
     return Clean(model, engines, tokens, made["rollout"], made["trainer"])
+
+
+@pytest.fixture(scope="session")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Rollouts:
+    """What real SGLang servers captured, clean and with faults planted."""
+    return record_rollouts(tmp_path_factory.mktemp("rollouts"))
+
+
+@pytest.fixture(scope="session")
+def trainers(rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    """What the real megatron-core captured of the same tokens, in every layout."""
+    return Trainers(rollouts, tmp_path_factory.mktemp("trainers"))
 
 
 @pytest.fixture(scope="session")

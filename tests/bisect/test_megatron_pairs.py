@@ -24,7 +24,6 @@ from tests.bisect.engine_pairs import (
     Trainers,
     corrupted,
     edited,
-    record_rollouts,
     without_rank,
 )
 from tests.planted_plugin import TRUTH
@@ -44,16 +43,6 @@ in_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 of_either_size = pytest.mark.parametrize("size", SIZES, ids=["rollout-tp1", "rollout-tp2"])
 
 Blamed = list[tuple[int | None, str | None, str]]
-
-
-@pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Rollouts:
-    return record_rollouts(tmp_path_factory.mktemp("rollouts"))
-
-
-@pytest.fixture(scope="module")
-def trainers(rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
-    return Trainers(rollouts, tmp_path_factory.mktemp("trainers"))
 
 
 def judge(rollout: Capture, trainer: Path, rollouts: Rollouts) -> Verdict:
