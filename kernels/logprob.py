@@ -73,10 +73,10 @@ def logprob(
     """Score ``targets`` int [row] given ``logits`` [row, vocab], in nats: [row].
 
     ``logits`` is float32 or float64, and so is the result. A negative target asks for nothing and
-    gets nan. With ``shards`` the vocabulary is cut into so many parts of one size, the last of
-    which may be smaller, and what is computed of each is combined, as ranks of a vocabulary-parallel
-    head do. Raises TypeError for another dtype and ValueError for shapes that don't fit, a target
-    outside the vocabulary or ``shards`` below 1.
+    gets nan. With ``shards`` the vocabulary is cut into so many parts of one size, the last perhaps
+    smaller, and what is computed of each is combined, as ranks of a vocabulary-parallel head do.
+    Raises TypeError for another dtype and ValueError for shapes that don't fit, a target outside
+    the vocabulary or ``shards`` below 1.
     """
     require_compute_dtype("logits", logits)
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
