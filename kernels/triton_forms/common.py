@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -23,12 +24,23 @@ def interpreting() -> bool:
     return not isinstance(tl.zeros, triton.JITFunction)
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` contiguous and at a multiple of 16 bytes, copied where it isn't.
+
+    Triton compiles a kernel anew for a pointer that isn't, and may lay out and order what it sums
+    in another way: some rows of a batch, passed by themselves, would get other bits.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A kernel with the types and constants of a realistic launch, to be compiled without a GPU.
 
     ``signature`` names the type of each argument that is no constant ("*bf16", "i32", "fp32");
-    ``constexprs`` holds the value of each one that is. A pointer is taken as aligned to 16 bytes.
+    ``constexprs`` holds the value of each one that is. A pointer is taken as aligned to 16 bytes,
+    and a number as a multiple of 16 where its type says so ("i32:16").
     """
 
     name: str

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from layerbisect.kernels.triton_forms.common import interpreting, narrowed  # noqa: E402
+from layerbisect.kernels.triton_forms.common import aligned, interpreting, narrowed  # noqa: E402
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,3 +30,12 @@ def test_values_are_narrowed_to_the_nearest_a_tie_to_even(dtype: torch.dtype, de
     y = torch.empty_like(x, dtype=dtype)
     narrow[(1,)](x, y, COUNT=len(x), INTERPRETED=interpreting())
     torch.testing.assert_close(y, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_of_a_batch_are_moved_to_where_a_batch_would_begin() -> None:
+    x = torch.randn(4, 60).bfloat16()
+    assert aligned(x).data_ptr() == x.data_ptr()
+    for other in (x[1:], x[:, 1:], x.T):
+        moved = aligned(other)
+        assert moved.is_contiguous() and moved.data_ptr() % 16 == 0
+        assert torch.equal(moved, other)
