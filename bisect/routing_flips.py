@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from layerbisect.bisect.routing_report import CAUSES
-from layerbisect.bisect.selection import TIE_MARGIN
+from layerbisect.kernels.judging.choices import TIE_MARGIN
 
 # of a normal distribution, from its median absolute deviation
 _NORMAL = 1.4826

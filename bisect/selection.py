@@ -9,12 +9,9 @@ import torch
 from layerbisect.bisect.exact_choice import error_of_rows
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
+from layerbisect.kernels.judging.choices import TIE_MARGIN, logits_noise, rounding_of_choice
 from layerbisect.kernels.judging.measure import Output, measure
 from layerbisect.kernels.judging.own_error import EXCESS_RATIO, EXTREME_RATIO, OwnError, Sample
-from layerbisect.kernels.judging.residuals import ONE_ROUNDING, unit_roundoff
-
-TIE_MARGIN = 8.0
-"""A route whose margin is below this many deviations of the router's noise may flip."""
 
 _INVALID = 1e6
 
@@ -60,33 +57,6 @@ def select(points: LayerPoints) -> Selection:
     behind = torch.where(ahead > 0, ahead / allowed, ahead)
     valid = points.routed(ids) & (chosen.sum(1) == points.model.config.top_k)
     return Selection(logits, chosen, noise, torch.where(valid, behind, torch.inf), shown)
-
-
-def rounding_of_choice(
-    logits: torch.Tensor, chosen: torch.Tensor, left: torch.Tensor
-) -> torch.Tensor:
-    """By how much an expert that was left out may be ahead in a side's own logits: [row].
-
-    ``chosen`` and ``left`` [row] are the logits of the worst expert chosen and the best left out. A
-    choice is made of the logits themselves, of wider ones that the logits were rounded from, or of
-    softmax scores rounded to their dtype. One rounding of both logits changes their difference by
-    no more than ``u (|a| + |b|)``, one of both scores their ratio by ``2 u``, and scores in float32
-    cannot tell apart what differs by less than a few roundoffs of the exponent. These are bounds,
-    not deviations: no correct choice is beyond them, in however many rows.
-    """
-    unit, single = unit_roundoff(_held_in(logits)), unit_roundoff("float32")
-    rounded = torch.maximum(unit * (chosen.abs() + left.abs()), chosen.new_tensor(2 * unit))
-    exponent = (logits.amax(1) - chosen).abs()
-    return rounded + 4 * single * (1 + exponent)
-
-
-def _held_in(logits: torch.Tensor) -> str:
-    """Name the narrowest dtype that holds the logits to the bit, as the engine had them."""
-    logits = logits[logits.isfinite().all(1)]
-    for dtype in ("bfloat16", "float16"):
-        if torch.equal(logits.to(getattr(torch, dtype)).to(logits.dtype), logits):
-            return dtype
-    return "float32"
 
 
 def judge_selection(points: LayerPoints) -> OwnError:
@@ -161,14 +131,7 @@ def may_flip(points: LayerPoints) -> torch.Tensor:
 
 def router_noise(points: LayerPoints, exact: torch.Tensor, low: torch.Tensor) -> float:
     """Standard deviation of rounding in the router's logits: one rounding of them at least."""
-    whole = (exact.isfinite() & low.isfinite()).all(1)
-    least = one_rounding(exact[whole], points.side.dtype)
-    return max(float((low - exact)[whole].square().mean().sqrt()), least)
-
-
-def one_rounding(logits: torch.Tensor, dtype: str) -> float:
-    """Root mean square error of rounding ``logits`` [row, expert] once to ``dtype``."""
-    return ONE_ROUNDING * unit_roundoff(dtype) * float(logits.square().mean().sqrt())
+    return logits_noise(exact, low, points.side.dtype)
 
 
 def expert_sets(ids: torch.Tensor, experts: int) -> torch.Tensor:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from layerbisect.bisect.routing_report import LayerRouting, Routing
-from layerbisect.bisect.selection import largest, rounding_of_choice
+from layerbisect.bisect.selection import largest
 from layerbisect.bisect.verdict import Culprit, Verdict
 from layerbisect.captures.format import How
 from layerbisect.captures.store import Capture
+from layerbisect.kernels.judging.choices import rounding_of_choice
 from tests.bisect.making import rewrite
 from tests.bisect.tied_routers import CHOSEN, EXPERTS, LAYERS, Choice, Tied
 

@@ -18,7 +18,8 @@ from layerbisect.bisect.routing_flips import (
     shared_weights_differ,
 )
 from layerbisect.bisect.routing_report import CAUSES
-from layerbisect.bisect.selection import TIE_MARGIN, expert_sets, largest
+from layerbisect.bisect.selection import expert_sets, largest
+from layerbisect.kernels.judging.choices import TIE_MARGIN
 
 
 @st.composite
