@@ -25,21 +25,25 @@ _WITHOUT_VALUES = (
 
 
 @contextmanager
-def poisoned_empty() -> Iterator[None]:
+def poisoned_empty(value: float = torch.nan) -> Iterator[None]:
     """Fill what torch.empty, empty_like, empty_strided and Tensor.new_empty return.
 
-    Floating and complex tensors are filled with NaN, signed integers with the lowest number of
-    their dtype, unsigned ones with the highest; booleans have no value to spare and are left alone.
-    Counts in the thread that entered, for calls from Python: what C++ allocates for itself is not
-    filled. It may be nested. Every call of torch is slower meanwhile, so time nothing in it.
+    Floating and complex tensors are filled with ``value``, signed integers with the lowest number
+    of their dtype, unsigned ones with the highest; booleans have no value to spare and are left
+    alone. Counts in the thread that entered, for calls from Python: what C++ allocates for itself
+    is not filled. It may be nested. Every call of torch is slower meanwhile, so time nothing in it.
     """
-    with _Poison():
+    with _Poison(value):
         yield
 
 
 class _Poison(TorchFunctionMode):
     # a mode, and no replaced functions: it leaves nothing behind, whatever is raised, it sees
     # names that were imported before, and other threads do not
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -48,15 +52,15 @@ class _Poison(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in _WITHOUT_VALUES and (value := _poison(made.dtype)) is not None:
+        if func in _WITHOUT_VALUES and (value := _poison(made.dtype, self._value)) is not None:
             # detached: a leaf that requires a gradient may not be written in place
             made.detach().fill_(value)
         return made
 
 
-def _poison(dtype: torch.dtype) -> float | int | None:
+def _poison(dtype: torch.dtype, value: float) -> float | int | None:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.nan
+        return value
     if dtype == torch.bool:
         return None
     numbers = torch.iinfo(dtype)
