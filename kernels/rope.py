@@ -102,16 +102,16 @@ def rope(
     sin = rounded(angle.sin() * factor, round_to)[:, None]
     if inverse:
         sin = -sin
-    first, second = _pairs(x, interleaved)
+    first, second = pairs(x, interleaved)
     turned = torch.empty_like(x)
-    turned_first, turned_second = _pairs(turned, interleaved)
+    turned_first, turned_second = pairs(turned, interleaved)
     turned_first[:] = rounded(first * cos, round_to) - rounded(second * sin, round_to)
     turned_second[:] = rounded(second * cos, round_to) + rounded(first * sin, round_to)
     return rounded(turned, round_to)
 
 
-def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the first and of the second channel of every pair."""
+def pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of ``x``: the first channel of every pair, and the second."""
     half = x.shape[-1] // 2
     return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
