@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from layerbisect.kernels.bounds.common import gamma, smallest_subnormal, unit_roundoff
@@ -36,7 +38,7 @@ def rms_norm_bound(
     added = 0.0 if residual is None else (1 + u) * (1 + stored) - 1
     # beside the squares and their sum: the mean, eps itself, and its addition
     summed = gamma(x.shape[-1] + 6, u)
-    scale = 1 / ((1 - added) * (1 - summed) ** 0.5)
+    scale = 1 / ((1 - added) * math.sqrt(1 - summed))
     # the root, and the products with the scale and with the weight
     factor = (1 + added) * scale * (1 + gamma(10, u))
     factor *= (1 + stored) ** (2 if rounds_before_weight else 1)

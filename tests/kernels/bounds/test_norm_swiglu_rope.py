@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def test_norms_of_engines(hidden: int, twice: bool, dtype: torch.dtype) -> None:
     x, weight = random(40, hidden).to(dtype), random(hidden, seed=1).to(dtype)
     exact = rms_norm(x.double(), weight.double(), EPS)
     bound = rms_norm_bound(x, weight, EPS, rounds_before_weight=twice, dtype=dtype)
-    steps = {"rounds_before_weight": twice, "round_to": dtype}
+    steps: dict[str, Any] = {"rounds_before_weight": twice, "round_to": dtype}
     one_by_one = (x.float() ** 2).cumsum(-1)[:, -1:] / hidden
     scaled = (x.float() * torch.rsqrt(one_by_one + EPS)).to(dtype if twice else torch.float32)
     outputs = [rms_norm(x.float(), weight, EPS, **steps), (scaled * weight.to(scaled.dtype))]
@@ -118,7 +120,7 @@ def test_a_gate_at_fault_is_beyond_its_bound() -> None:
 @pytest.mark.parametrize("far", [1, 999_000])
 def test_rotary_embeddings_of_engines(far: int, interleaved: bool, dtype: torch.dtype) -> None:
     x, position, inv_freq = random(40, 3, 60).to(dtype), far + torch.arange(40), frequencies(60)
-    style = {"attention_scaling": 1.3, "interleaved": interleaved}
+    style: dict[str, Any] = {"attention_scaling": 1.3, "interleaved": interleaved}
     exact = rope(x.double(), position, inv_freq, **style)
     bound = rope_bound(x, position, inv_freq, **style, dtype=dtype)
     for y in (
@@ -136,7 +138,7 @@ def test_rotary_embeddings_of_engines(far: int, interleaved: bool, dtype: torch.
 @STYLES
 def test_a_rotary_embedding_at_fault_is_beyond_its_bound(interleaved: bool) -> None:
     x, position, inv_freq = random(40, 3, 60).bfloat16(), torch.arange(40), frequencies(60)
-    style = {"interleaved": interleaved}
+    style: dict[str, Any] = {"interleaved": interleaved}
     exact = rope(x.double(), position, inv_freq, **style)
     bound = rope_bound(x, position, inv_freq, **style, dtype=torch.bfloat16)
     fastest = [0, 1, 30, 31] if not interleaved else [0, 1, 2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def test_is_within_its_bound(
 ) -> None:
     x, inv_freq = random(*shape, device=device).to(dtype), frequencies(shape[-1], device)
     position = torch.arange(len(x), device=device) * 15_000 + 3
-    style = {"attention_scaling": 1.3, "interleaved": interleaved}
+    style: dict[str, Any] = {"attention_scaling": 1.3, "interleaved": interleaved}
     y = rope(x, position, inv_freq, **style, deterministic=deterministic)
     exact = reference.rope(x.double(), position, inv_freq, **style)
     assert y.dtype == dtype and y.shape == x.shape
