@@ -109,7 +109,7 @@ def measure(output: Output) -> OwnError:
         floor=quantile(row_ratios((low - exact).double() / scale), 0.95),
         median=quantile(ratio, 0.5),
         excess=float((ratio > EXCESS_RATIO).double().mean()),
-        fits=tuple(sorted(fits, key=lambda f: -abs(f.z))[:_NAMED_FITS]),
+        fits=tuple(sorted(fits, key=lambda f: -f.explained)[:_NAMED_FITS]),
         row_ratio=ratio,
     )
     if not judged.convicted:

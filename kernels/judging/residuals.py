@@ -86,12 +86,15 @@ def row_ratios(scaled_error: torch.Tensor) -> torch.Tensor:
 class Fit:
     """How far a direction explains an error: its coefficient, and how sure it is not zero.
 
-    ``z`` is the normal deviate that is as unlikely as the coefficient is by chance.
+    ``z`` is the normal deviate that is as unlikely as the coefficient is by chance; ``explained``
+    the share of the squared error that is gone with it. Of directions that look alike (a wrong
+    softmax scale also changes the output's size) the one that explains most is the likely one.
     """
 
     name: str
     coefficient: float
     z: float
+    explained: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,14 @@ def fits_beyond(
     beyond = (exact[1].abs() > z) & (exact[0].abs() > direction.least)
     if not bool(beyond.any()):
         return found
+    squares = float(error.square().sum())
     low = _fit(direction.reduce(error_low * direction.moved), weight)
     beyond &= (low[1].abs() > z) & (low[0].abs() > direction.least) & (low[0] * exact[0] > 0)
     for at in torch.nonzero(beyond).flatten().tolist():
         coefficient, deviate = min((exact, low), key=lambda pair: abs(float(pair[1][at])))
-        found.append(Fit(direction.name(at), float(coefficient[at]), float(deviate[at])))
+        size = float(coefficient[at])
+        explained = size**2 * float(weight[:, at].sum()) / max(squares, _TINY)
+        found.append(Fit(direction.name(at), size, float(deviate[at]), explained))
     return found
 
 

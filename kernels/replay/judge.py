@@ -161,7 +161,7 @@ class Judge:
 
     def _moved(self, name: str) -> torch.Tensor:
         """Derivative of the output by the scale of a tensor on the way to it."""
-        moved = program.exact(self.bundle, {name: lambda values: values * (1 + STEP)})
+        moved = program.exact(self.bundle, {name: lambda values: values.double() * (1 + STEP)})
         return (moved[self.result] - self.exact[self.result]) / STEP
 
 

@@ -58,11 +58,15 @@ def replayed(capture: Capture, model_directory: Path) -> Convicted:
 def assert_same(judged: OwnError, bisected: OwnError) -> None:
     assert judged.rows == bisected.rows
     assert judged.convicted == bisected.convicted
+    assert [f.name for f in judged.fits] == [f.name for f in bisected.fits]
     if judged.point == "logprob":
         # the vocabulary is summed up in one piece here, and in tiles there
         torch.testing.assert_close(judged.row_ratio, bisected.row_ratio)
     else:
         assert torch.equal(judged.row_ratio, bisected.row_ratio)
+    ours, theirs = ([f.coefficient for f in e.fits] for e in (judged, bisected))
+    # an eps is in units of a mean that is summed up in another order
+    assert ours == pytest.approx(theirs)
 
 
 def truth(fault: str) -> Convicted:
