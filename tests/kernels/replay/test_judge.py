@@ -29,7 +29,7 @@ def test_of_every_stretch_of_every_layer(which: str, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     "points",
     [
-        ["layers.*.input", "layers.*.mid", "layers.*.mlp.expert_ids", "layers.*.mlp.expert_weights"],
+        ["layers.*.input", "layers.*.mid", "*.mlp.expert_ids", "*.mlp.expert_weights"],
         ["layers.*.input", "layers.*.attn.context", "layers.*.attn.out", "layers.*.mid"],
     ],
 )

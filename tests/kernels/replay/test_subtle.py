@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from layerbisect.bisect.bundles import layer_bundles, open_side
 from layerbisect.bisect.own_error import own_errors
