@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from layerbisect.kernels.bounds.common import gamma, smallest_subnormal, unit_roundoff
+from layerbisect.kernels.bounds.common import (
+    gamma,
+    probable_gamma,
+    smallest_subnormal,
+    unit_roundoff,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -34,3 +39,15 @@ def test_gamma_holds_n_roundings_and_promises_nothing_where_they_reach_one() -> 
     assert gamma(256, 2**-8) == math.inf
     with pytest.raises(ValueError, match="-1"):
         gamma(-1, 2**-8)
+
+
+def test_roundings_to_both_sides_add_up_like_a_root_and_never_to_more_than_all() -> None:
+    u = 2**-24
+    assert probable_gamma(10, u) == gamma(10, u)
+    assert probable_gamma(10**6, u) == pytest.approx(8 * 10**3 * u, rel=0.01)
+    assert probable_gamma(2**24, u) < math.inf
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.rand(10**6, 8, generator=generator)
+    # numpy sums term by term in float32, torch in float64
+    error = torch.from_numpy(terms.numpy().cumsum(0)[-1]).double() / terms.double().sum(0) - 1
+    assert 10 * u < float(error.abs().max()) < probable_gamma(10**6, u)
