@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layerbisect.kernels.triton_forms.common import Build, interpreting, narrowed
+from layerbisect.kernels.triton_forms.common import Build, interpreting, narrowed, require_dtype
 
 _BLOCK = 1024
 
@@ -15,13 +15,14 @@ def add(stream: torch.Tensor, delta: torch.Tensor, *, deterministic: bool) -> to
     """Add ``delta`` to ``stream``, both [row, hidden] of one dtype: the same shape and dtype.
 
     Nothing is summed but two numbers, so that both forms are one. Raises ValueError for shapes or
-    dtypes that differ.
+    dtypes that differ, and Unsupported for a dtype but bfloat16, float16 and float32.
     """
     if stream.shape != delta.shape or stream.dtype != delta.dtype:
         raise ValueError(
             "stream and delta must have one shape and dtype, got "
             f"{list(stream.shape)} {stream.dtype} and {list(delta.shape)} {delta.dtype}"
         )
+    require_dtype("stream", stream)
     stream, delta = stream.contiguous(), delta.contiguous()
     y = torch.empty_like(stream)
     if count := stream.numel():

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layerbisect.kernels.replay.implementation import Unsupported
+
 
 def interpreting() -> bool:
     """Whether kernels are run by Triton's interpreter, on the CPU.
@@ -22,6 +24,12 @@ def interpreting() -> bool:
     """
     # decorated when triton was imported, whatever became of the environment since
     return not isinstance(tl.zeros, triton.JITFunction)
+
+
+def require_dtype(name: str, x: torch.Tensor) -> None:
+    """Raise Unsupported unless ``x`` has a dtype that a sum in float32 is wide enough for."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Unsupported(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from layerbisect.kernels.triton_forms.common import Build, aligned, dot, interpreting, narrowed
+from layerbisect.kernels.triton_forms.common import (
+    Build,
+    aligned,
+    dot,
+    interpreting,
+    narrowed,
+    require_dtype,
+)
 
 # about as many programs as a GPU runs at once; part of what the fast form's bits depend on, so that
 # it is one number and not asked of the device
@@ -49,7 +56,8 @@ def linear(
 
     ``x`` and ``weight`` have one dtype, bfloat16, float16 or float32, and so has the result.
     ``splits`` is how many parts the sum over ``in`` is cut into; None leaves the choice to the
-    form. Raises ValueError for shapes that don't fit and for dtypes that differ.
+    form. Raises ValueError for shapes that don't fit and for dtypes that differ, and Unsupported
+    for another dtype.
     """
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(
@@ -58,6 +66,7 @@ def linear(
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}")
+    require_dtype("x", x)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
     if splits is not None and splits < 1:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layerbisect.kernels.triton_forms.common import Build, aligned
+from layerbisect.kernels.triton_forms.common import Build, aligned, require_dtype
 
 # about as many programs as a GPU runs at once; part of what the fast form's bits depend on, so that
 # it is one number and not asked of the device
@@ -30,7 +30,7 @@ def logprob(
     too high is not asked, since that would wait for the GPU. ``shards`` is how many parts of one
     size (the last of which may be smaller) the vocabulary is cut into first, as ranks of a
     vocabulary-parallel head hold them. Raises ValueError for shapes that don't fit and for
-    ``shards`` below 1.
+    ``shards`` below 1, and Unsupported for another dtype.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(
@@ -39,6 +39,7 @@ def logprob(
         )
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
+    require_dtype("logits", logits)
     rows, vocab = logits.shape
     result = logits.new_empty(rows, dtype=torch.float32)
     if not rows:

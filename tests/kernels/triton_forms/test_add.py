@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from layerbisect.kernels.bounds.add import add_bound
+from layerbisect.kernels.replay.implementation import Unsupported
 
 pytest.importorskip("triton")
 
@@ -28,3 +29,5 @@ def test_refuses_what_does_not_fit() -> None:
         add(x, x[:1], deterministic=False)
     with pytest.raises(ValueError, match="bfloat16"):
         add(x, x.bfloat16(), deterministic=False)
+    with pytest.raises(Unsupported, match="stream must be .* got torch.float64"):
+        add(x.double(), x.double(), deterministic=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerbisect.kernels.bounds.linear import linear_bound
+from layerbisect.kernels.replay.implementation import Unsupported
 
 pytest.importorskip("triton")
 
@@ -67,16 +68,16 @@ def test_a_thousand_rows(deterministic: bool, device: str) -> None:
 def test_deterministic_gives_a_row_the_same_bits_in_any_batch(
     dtype: torch.dtype, ins: int, splits: int | None, device: str
 ) -> None:
-    x, weight, bias = made(70, ins, 33, dtype, device)
+    x, weight, bias = made(1000, ins, 33, dtype, device)
 
     def project(rows: torch.Tensor) -> torch.Tensor:
         return linear(rows, weight, bias, deterministic=True, splits=splits)
 
     whole = project(x)
     assert torch.equal(project(x), whole)
-    for start, end in ((0, 1), (17, 18), (69, 70), (3, 66), (1, 17)):
+    for start, end in ((0, 1), (17, 18), (999, 1000), (3, 66), (1, 17)):
         assert torch.equal(project(x[start:end]), whole[start:end])
-    order = torch.randperm(70, generator=torch.Generator().manual_seed(1)).to(device)
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:63].to(device)
     assert torch.equal(project(x[order]), whole[order])
     others = torch.cat([1e3 * x[:1].repeat(65, 1), x[5:6]])
     assert torch.equal(project(others)[-1], whole[5])
@@ -131,3 +132,5 @@ def test_refuses_what_does_not_fit() -> None:
         linear(x, weight, bias[:2], deterministic=True)
     with pytest.raises(ValueError, match="splits must be at least 1, got 0"):
         linear(x, weight, deterministic=True, splits=0)
+    with pytest.raises(Unsupported, match="x must be .* got torch.float64"):
+        linear(x.double(), weight.double(), deterministic=True)

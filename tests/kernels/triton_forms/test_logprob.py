@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerbisect.kernels.bounds.logprob import logprob_bound
+from layerbisect.kernels.replay.implementation import Unsupported
 
 pytest.importorskip("triton")
 
@@ -49,6 +50,9 @@ def test_a_thousand_rows(deterministic: bool, device: str) -> None:
     score = logprob(logits, targets, deterministic=deterministic)
     bound = logprob_bound(logits, targets, dtype=logits.dtype)
     assert bool(((score.double() - exact(logits, targets)).abs() <= bound).all())
+    if deterministic:
+        some = logprob(logits[900:963], targets[900:963], deterministic=True)
+        assert torch.equal(some, score[900:963])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,3 +117,5 @@ def test_no_rows_and_refusals() -> None:
         logprob(logits, targets[:1], deterministic=True)
     with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
         logprob(logits, targets, deterministic=True, shards=0)
+    with pytest.raises(Unsupported, match="logits must be .* got torch.float64"):
+        logprob(logits.double(), targets, deterministic=True)
