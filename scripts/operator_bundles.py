@@ -16,7 +16,7 @@ from layerbisect.kernels.replay.bundle import Bundle, Call
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a layer, and of the sequences that run through it."""
+    """Sizes of a layer, and of the sequences that run through it; ``scored`` rows have logits."""
 
     hidden: int
     heads: int
@@ -27,6 +27,7 @@ class Sizes:
     top_k: int
     vocab: int
     lengths: tuple[int, ...]
+    scored: int
 
     @property
     def rows(self) -> int:
@@ -34,9 +35,9 @@ class Sizes:
         return sum(self.lengths)
 
 
-SMALL = Sizes(128, 4, 2, 32, 64, 8, 2, 500, (33, 64, 47))
+SMALL = Sizes(128, 4, 2, 32, 64, 8, 2, 500, (33, 64, 47), 100)
 """For a CPU and Triton's interpreter."""
-QWEN3_30B_A3B = Sizes(2048, 32, 4, 128, 768, 128, 8, 151_936, (1000, 63, 512, 1))
+QWEN3_30B_A3B = Sizes(2048, 32, 4, 128, 768, 128, 8, 151_936, (512, 63, 256, 1), 128)
 """A layer of Qwen3-30B-A3B on one GPU."""
 
 
@@ -104,8 +105,8 @@ class Maker:
                 "logprob",
                 {"logits": "logits", "targets": "targets"},
                 {
-                    "logits": (3 * self._normal(s.rows, s.vocab)).to(self._storage),
-                    "targets": torch.randint(s.vocab, (s.rows,), generator=self._draw),
+                    "logits": (3 * self._normal(s.scored, s.vocab)).to(self._storage),
+                    "targets": torch.randint(s.vocab, (s.scored,), generator=self._draw),
                 },
                 results=("logprob",),
             ),
@@ -156,6 +157,7 @@ class Maker:
     ) -> Bundle:
         """Make a bundle of one call; a shape stands for numbers to be drawn."""
         weights = {n: (w,) if isinstance(w, int) else w for n, w in (weights or {}).items()}
+        rows = self.sizes.scored if operator == "logprob" else self.sizes.rows
         word = {"rms_norm": "norm", "add": "residual", "swiglu": "linear", "logprob": "head"}
         return Bundle(
             point=point,
@@ -173,9 +175,9 @@ class Maker:
                 for n, v in weights.items()
             },
             captured={},
-            position=self._position(),
-            token=torch.zeros(self.sizes.rows, dtype=torch.int64),
-            observed=torch.arange(self.sizes.rows),
+            position=self._position()[:rows],
+            token=torch.zeros(rows, dtype=torch.int64),
+            observed=torch.arange(rows),
         )
 
     def _stream(self, name: str) -> dict[str, torch.Tensor]:

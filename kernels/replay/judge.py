@@ -147,10 +147,9 @@ class Judge:
         logits = program.value(self.bundle, call.tensors["logits"])
         targets = self.bundle.inputs[call.tensors["targets"]].long()
         own = logits.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
-        noise = logprob_noise(
-            [logits], own, self.exact[self.result], self.low[self.result], self.bundle.dtype
-        )
-        return noise[:, None] * order_freedom(self.bundle.dtype)
+        dtype = "float32" if program.only_scores(self.bundle) else self.bundle.dtype
+        noise = logprob_noise([logits], own, self.exact[self.result], self.low[self.result], dtype)
+        return noise[:, None] * order_freedom(dtype)
 
     @property
     def _stream(self) -> torch.Tensor:

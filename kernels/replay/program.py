@@ -101,9 +101,19 @@ def low(
     It rounds what an ordinary implementation writes to memory to the engine's dtype; one that
     stores float32 also computes in it.
     """
-    compute = torch.float32 if bundle.dtype == "float32" else torch.float64
-    made = run(bundle, lambda call: partial(_reference, call, compute, bundle.storage), changed)
+    made = run(bundle, lambda call: low_reference(bundle, call), changed)
     return {name: t.double() if t.is_floating_point() else t for name, t in made.items()}
+
+
+def low_reference(bundle: Bundle, call: Call) -> Run:
+    """Return what computes one call as `low` does, in float64 or float32."""
+    wide = bundle.dtype == "float32" or only_scores(bundle)
+    return partial(_reference, call, torch.float32 if wide else torch.float64, bundle.storage)
+
+
+def only_scores(bundle: Bundle) -> bool:
+    """Whether nothing but log-probs is computed, from logits: what rounds are sums in float32."""
+    return all(call.operator == "logprob" for call in bundle.calls)
 
 
 Compute = Callable[[Bundle, Changes | None], dict[str, torch.Tensor]]
