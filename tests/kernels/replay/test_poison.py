@@ -7,7 +7,7 @@ from torch import empty as empty_imported_before
 from layerbisect.kernels.replay.poison import poisoned_empty
 
 
-def test_every_way_to_make_a_tensor_without_values_is_poisoned():
+def test_every_way_to_make_a_tensor_without_values_is_poisoned() -> None:
     like = torch.zeros(2, 3, dtype=torch.bfloat16)
     with poisoned_empty():
         made = [
@@ -33,13 +33,13 @@ def test_every_way_to_make_a_tensor_without_values_is_poisoned():
         (torch.uint8, 255),
     ],
 )
-def test_integers_are_poisoned_with_what_numbers_nothing(dtype, value):
+def test_integers_are_poisoned_with_what_numbers_nothing(dtype: torch.dtype, value: int) -> None:
     with poisoned_empty():
         made = torch.empty(5, dtype=dtype)
     assert made.tolist() == [value] * 5
 
 
-def test_values_that_were_asked_for_stay():
+def test_values_that_were_asked_for_stay() -> None:
     with poisoned_empty():
         assert torch.zeros(3).tolist() == [0, 0, 0]
         assert torch.ones(2).new_full((2,), 7.0).tolist() == [7, 7]
@@ -53,7 +53,7 @@ def poisoned() -> bool:
     return bool(torch.empty(1000).isnan().all())
 
 
-def test_it_ends_with_the_outermost_block_and_after_an_exception():
+def test_it_ends_with_the_outermost_block_and_after_an_exception() -> None:
     with poisoned_empty():
         with poisoned_empty():
             assert poisoned()
@@ -64,7 +64,7 @@ def test_it_ends_with_the_outermost_block_and_after_an_exception():
     assert not poisoned()
 
 
-def test_another_thread_is_left_alone():
+def test_another_thread_is_left_alone() -> None:
     seen = []
     with poisoned_empty():
         other = threading.Thread(target=lambda: seen.append(poisoned()))
@@ -74,7 +74,7 @@ def test_another_thread_is_left_alone():
     assert seen == [False, True]
 
 
-def test_an_element_that_a_kernel_skips_is_seen():
+def test_an_element_that_a_kernel_skips_is_seen() -> None:
     def kernel(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(x)
         y[:-1] = 2 * x[:-1]
