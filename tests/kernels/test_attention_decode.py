@@ -22,7 +22,7 @@ def heads(rows: int, count: int, seed: int) -> torch.Tensor:
 def step(**changed: Any) -> tuple[torch.Tensor, ...]:
     k, v = heads(43, 2, 1), heads(43, 2, 2)
     k_cache, v_cache, table = in_pages(k, v, LENGTHS, slots=8)
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": heads(5, 4, 0),
         "k_cache": k_cache,
         "v_cache": v_cache,
