@@ -74,7 +74,7 @@ def experts(
     doesn't exist or an unknown order.
     """
     require_compute_dtype("x", x)
-    _check(x, ids, weights, len(gate_up))
+    require_routed(x, ids, weights, len(gate_up))
     if order != "expert":
         by_slot = x[:, None].expand(-1, ids.shape[1], -1)
         outputs = expert_outputs(by_slot, ids, weights, gate_up, down, round_to=round_to)
@@ -106,7 +106,7 @@ def expert_outputs(
     their inputs are the same. Returns [row, slot, hidden], 0 in unused slots.
     """
     require_compute_dtype("x", x)
-    _check(x, ids, weights, len(gate_up))
+    require_routed(x, ids, weights, len(gate_up))
     made = torch.zeros_like(x)
     for expert in _used(ids):
         at = torch.where(ids == expert)
@@ -143,7 +143,8 @@ def combine(
     return rounded(total, round_to)
 
 
-def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int) -> None:
+def require_routed(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int) -> None:
+    """Raise ValueError unless ``ids`` and ``weights`` fit ``x`` and name experts of ``count``."""
     given = x.shape[:-1]
     if ids.shape != weights.shape or ids.ndim != 2 or ids.shape[: len(given)] != given:
         wanted = ", ".join(map(str, (*given, "slot")[:2]))
