@@ -110,6 +110,12 @@ def test_experts_that_are_masked_out_and_rows_that_are_no_numbers(device: str) -
     torch.testing.assert_close(weights, expected, equal_nan=True)
 
 
+def test_sigmoid_scores_that_all_vanish_weigh_nothing(device: str) -> None:
+    logits = torch.full((1, 4), -200.0, device=device)
+    weights, ids = route(logits, 2, deterministic=True, renormalise=True, scoring="sigmoid")
+    assert weights.tolist() == [[0.0, 0.0]] and ids.tolist() == [[0, 1]]
+
+
 def test_no_rows_and_arguments_that_do_not_go_together() -> None:
     weights, ids = route(torch.zeros(0, 4), 2, deterministic=True, renormalise=True)
     assert weights.shape == ids.shape == (0, 2)
