@@ -38,12 +38,12 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     eps: float,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Run rmsnorm2d_fwd, with a residual rmsnorm2d_fwd_with_add; both round once."""
     import aiter
 
-    refuse("aiter", "rounds_before_weight", rounds_before_weight, False)
+    refuse("aiter", "rounds_before_weight", rounds_before_weight, None, False)
     # it returns finite nonsense for a weight of another dtype
     refuse("aiter", "weight's dtype", weight.dtype, x.dtype)
     rows = x.contiguous().flatten(0, -2)

@@ -63,10 +63,12 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     eps: float,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Run one method of RMSNorm; it may write into its arguments, so they are copies."""
-    op = _classes("rms_norm")[method](len(weight), eps, cast_x_before_out_mul=rounds_before_weight)
+    # what its Llama and Qwen3 leave at its default rounds once
+    twice = bool(rounds_before_weight)
+    op = _classes("rms_norm")[method](len(weight), eps, cast_x_before_out_mul=twice)
     op.weight = torch.nn.Parameter(weight, requires_grad=False)
     if residual is None:
         made: torch.Tensor = _method(op, method)(x.clone())

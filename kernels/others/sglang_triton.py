@@ -22,12 +22,12 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     eps: float,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Normalise by rms_norm_batch_invariant, which rounds once."""
     from sglang.srt.batch_invariant_ops.batch_invariant_ops import rms_norm_batch_invariant
 
-    refuse("sglang-batch-invariant", "rounds_before_weight", rounds_before_weight, False)
+    refuse("sglang-batch-invariant", "rounds_before_weight", rounds_before_weight, None, False)
     refuse_tensor("sglang-batch-invariant", "residual", residual)
     normed: torch.Tensor = rms_norm_batch_invariant(x, weight, eps)
     return normed

@@ -32,12 +32,12 @@ def rms_norm(
     *,
     eps: float,
     residual: torch.Tensor | None = None,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Normalise as transformers' Llama and GPT-OSS modules do, in float32 up to the rounding."""
     wide = x.float() if residual is None else x.float() + residual.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if rounds_before_weight:
+    if rounds_before_weight is not False:
         return weight * normed.to(x.dtype)
     return (weight.float() * normed).to(x.dtype)
 
@@ -48,10 +48,10 @@ def fused_rms_norm(
     *,
     eps: float,
     residual: torch.Tensor | None = None,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Normalise by F.rms_norm, which rounds once."""
-    refuse("torch-rms-norm", "rounds_before_weight", rounds_before_weight, False)
+    refuse("torch-rms-norm", "rounds_before_weight", rounds_before_weight, None, False)
     if residual is None:
         return functional.rms_norm(x, weight.shape, weight, eps)
     # the float32 sum is normed, so nothing may be rounded before

@@ -49,12 +49,12 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     eps: float,
-    rounds_before_weight: bool = True,
+    rounds_before_weight: bool | None = None,
 ) -> torch.Tensor:
     """Run RMSNorm, which rounds once."""
     from transformer_engine.pytorch import RMSNorm
 
-    refuse("te", "rounds_before_weight", rounds_before_weight, False)
+    refuse("te", "rounds_before_weight", rounds_before_weight, None, False)
     refuse_tensor("te", "residual", residual)
     norm = RMSNorm(len(weight), eps=eps, device=x.device, dtype=weight.dtype)
     with torch.no_grad():

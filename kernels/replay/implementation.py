@@ -7,8 +7,10 @@ them cannot run here.
 All implementations of an operator take the same arguments, by keyword, and return the same tensors,
 whatever the package behind them calls them; ``OPERATORS`` lists both. Tensors come in the dtype
 that the engine stored them in and results go back in the dtype of the first argument, unless the
-table says otherwise. One that does not know an argument's value raises ``Unsupported``: nothing is
-ever computed by another implementation in its place.
+table says otherwise. An attribute that is left out is as the implementation itself has it: where a
+norm rounds is a difference between implementations, and no property of the model. One that does not
+know an argument's value raises ``Unsupported``: nothing is ever computed by another implementation
+in its place.
 """
 
 from __future__ import annotations
