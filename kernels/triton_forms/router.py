@@ -154,7 +154,9 @@ def _route_kernel(
     logit = tl.load(logits + number, mask=real, other=float("-inf")).to(tl.float32)
 
     if SIGMOID:
-        score = 1 / (1 + tl.exp(-logit))
+        # exp(-z) would overflow where z is very negative
+        decayed = tl.exp(-tl.abs(logit))
+        score = tl.where(logit < 0, decayed, 1) / (1 + decayed)
     elif AFTER:
         score = logit
     else:
