@@ -58,7 +58,7 @@ def attention(
         q,
         k,
         v,
-        sinks,
+        None if sinks is None else aligned(sinks),
         context,
         _starts(counts, q.device),
         _starts(lengths, q.device),

@@ -69,8 +69,10 @@ def attention_decode(
     if not sequences:
         return context
     # of each split
-    parts = torch.empty(sequences, heads, splits, channels, device=q.device)
-    tops, totals = torch.empty(2, sequences, heads, splits, device=q.device)
+    parts = q.new_empty(sequences, heads, splits, channels, dtype=torch.float32)
+    tops = q.new_empty(sequences, heads, splits, dtype=torch.float32)
+    totals = torch.empty_like(tops)
+    sinks = None if sinks is None else aligned(sinks)
     shape = {
         "HEADS": heads,
         "CHANNELS": channels,

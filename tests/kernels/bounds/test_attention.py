@@ -14,17 +14,25 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [40, 0, 23]
 
 
-def made(dtype: torch.dtype, size: float = 1.0) -> tuple[torch.Tensor, ...]:
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def made(dtype: torch.dtype, size: float = 1.0) -> QKV:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(63, heads, 20, generator=generator) for heads in (4, 2, 2))
     return (size * q).to(dtype), k.to(dtype), v.to(dtype)
 
 
-def ratio(y: torch.Tensor, dtype: torch.dtype, *qkv: torch.Tensor, **changed: Any) -> torch.Tensor:
+def wide(qkv: QKV, compute: torch.dtype = torch.float64) -> QKV:
+    q, k, v = qkv
+    return q.to(compute), k.to(compute), v.to(compute)
+
+
+def ratio(y: torch.Tensor, qkv: QKV, **changed: Any) -> torch.Tensor:
     """Error as a multiple of the bound."""
-    given = {"lengths": LENGTHS, "scale": 0.2} | changed
-    exact = attention(*(x.double() for x in qkv), **given)
-    return (y.double() - exact).abs() / attention_bound(*qkv, **given, dtype=dtype)
+    given: dict[str, Any] = {"lengths": LENGTHS, "scale": 0.2} | changed
+    exact = attention(*wide(qkv), **given)
+    return (y.double() - exact).abs() / attention_bound(*qkv, **given, dtype=qkv[0].dtype)
 
 
 # large queries make scores of 100, which a narrow dtype doesn't know to within 1
@@ -37,10 +45,10 @@ def test_low_precision_stays_within_and_comes_near(
 ) -> None:
     qkv = made(dtype, size)
     sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf]).to(dtype) if with_sinks else None
-    changed = {"sliding_window": window, "sinks": sinks}
+    changed: dict[str, Any] = {"sliding_window": window, "sinks": sinks}
     compute = torch.float32 if dtype == torch.float32 else torch.float64
-    low = attention(*(x.to(compute) for x in qkv), LENGTHS, scale=0.2, **changed, round_to=dtype)
-    found = ratio(low, dtype, *qkv, **changed)
+    low = attention(*wide(qkv, compute), LENGTHS, scale=0.2, **changed, round_to=dtype)
+    found = ratio(low, qkv, **changed)
     assert found.max() <= 1
     # worst cases of many roundings don't meet
     assert found.max() > (0.005 if dtype == torch.float32 else 0.05)
@@ -50,8 +58,8 @@ def test_low_precision_stays_within_and_comes_near(
 def test_another_scale_does_not_stay_within(dtype: torch.dtype) -> None:
     qkv = made(dtype)
     scale = 0.2 * (1.001 if dtype == torch.float32 else 1.3)
-    wrong = attention(*(x.double() for x in qkv), LENGTHS, scale=scale).to(dtype)
-    assert (ratio(wrong, dtype, *qkv) > 1).float().mean() > 0.3
+    wrong = attention(*wide(qkv), LENGTHS, scale=scale).to(dtype)
+    assert (ratio(wrong, qkv) > 1).float().mean() > 0.3
 
 
 def test_a_row_has_the_bound_of_its_own_keys() -> None:

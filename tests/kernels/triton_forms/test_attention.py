@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_fast_gives_a_row_other_bits_in_another_batch_chunk_or_decode(
     dtype: torch.dtype, device: str
 ) -> None:
     q, k, v = made(230, 2, 1, 60, dtype, device)
-    given = {"scale": 0.15, "deterministic": False}
+    given: dict[str, Any] = {"scale": 0.15, "deterministic": False}
     alone = attention(q[:100], k[:100], v[:100], [100], **given)
     batch = attention(q, k, v, [100, 130], **given)
     assert not torch.equal(batch[:100], alone)
@@ -149,8 +150,9 @@ def test_what_a_row_does_not_see_does_not_reach_it(
     q, k, v = made(100, 2, 1, 60, torch.bfloat16, device)
 
     def attend() -> torch.Tensor:
-        given = {"scale": 0.15, "sliding_window": 30, "deterministic": deterministic}
-        return attention(q, k, v, [80, 20], **given)
+        return attention(
+            q, k, v, [80, 20], scale=0.15, sliding_window=30, deterministic=deterministic
+        )
 
     clean = attend()
     v[40, :, 7] = spoiling
@@ -169,8 +171,8 @@ def test_views_of_larger_tensors_and_no_rows(device: str) -> None:
     q, k, v = made(30, 2, 1, 60, torch.float32, device)
     expected = attention(q, k, v, [30], scale=0.15, deterministic=True)
     qkv = torch.cat([q, k, v], 1)
-    parts = qkv.split([2, 1, 1], 1)
-    assert torch.equal(attention(*parts, [30], scale=0.15, deterministic=True), expected)
+    q, k, v = qkv.split([2, 1, 1], 1)
+    assert torch.equal(attention(q, k, v, [30], scale=0.15, deterministic=True), expected)
     for deterministic in FORMS:
         none = attention(q[:0], k, v, [30], scale=0.15, queries=[0], deterministic=deterministic)
         assert none.shape == (0, 2, 60)

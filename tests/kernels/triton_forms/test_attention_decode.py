@@ -79,13 +79,14 @@ def test_fast_gives_other_bits_in_another_batch_and_deterministic_the_same(
     monkeypatch.setattr(module, "PROGRAMS", 8)
     lengths = [512, 1, 1, 1]
     q, k, v = made(sum(lengths), 2, 1, 60, dtype, device)
-    *caches, table = in_pages(k, v, lengths)
+    k_cache, v_cache, table = in_pages(k, v, lengths)
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
 
     def step(sequences: slice, deterministic: bool, splits: int | None = None) -> torch.Tensor:
         return attention_decode(
             q[sequences],
-            *caches,
+            k_cache,
+            v_cache,
             table[sequences],
             counts[sequences],
             scale=0.15,
