@@ -12,6 +12,8 @@ a row lies: what it says of batch invariance is not about the kernel.
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -70,16 +72,32 @@ _TRITON: dict[str, tuple[_Kernel, ...]] = {
         ),
     ),
 }
-_OTHERS = ("rms_norm", "swiglu", "rope", "router", "experts")
+# what each operator's functions import; imported beforehand, since it takes seconds and may fail
+_MODULES = {
+    "attention": (
+        "sglang.kernels.ops.attention.decode_attention",
+        "sglang.kernels.ops.attention.extend_attention",
+    ),
+    "rms_norm": ("sglang.srt.batch_invariant_ops", "sglang.srt.layers.layernorm"),
+    "linear": ("sglang.srt.batch_invariant_ops", "sglang.srt.layers.quantization.unquant"),
+    "rope": ("sglang.srt.layers.rotary_embedding.base",),
+    "router": ("sglang.kernels.ops.moe.moe_fused_gate", "sglang.srt.layers.moe.topk"),
+    "swiglu": ("sglang.kernels.ops.activation", "sglang.srt.layers.activation"),
+    "experts": (
+        "sglang.srt.layers.moe.fused_moe_native",
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe",
+    ),
+    "logprob": ("sglang.srt.batch_invariant_ops", "sglang.srt.layers.logsumexp"),
+}
 # kernels that multiply matrices or store bfloat16, with the argument whose dtype the result has
 _ROUNDING = {"attention": "q", "linear": "x", "rms_norm": "x"}
 
 
 def implementations(operator: str, device: str) -> list[Found]:
     """Return SGLang's implementations of ``operator``; Unavailable ones say why."""
-    if operator not in _TRITON and operator not in _OTHERS:
+    if operator not in _MODULES:
         return []
-    if why := missing("sglang"):
+    if why := missing("sglang") or _import_fails(operator):
         return [Unavailable("sglang", operator, why)]
     package = version("sglang")
     found: list[Found] = []
@@ -89,6 +107,18 @@ def implementations(operator: str, device: str) -> list[Found]:
     for kernel in _TRITON.get(operator, ()):
         found += _triton(operator, device, package, kernel)
     return found + _with_family(module_implementations(operator, device, package))
+
+
+def _import_fails(operator: str) -> str | None:
+    """Return why SGLang's modules cannot be imported; what their imports warn of is not ours."""
+    for module in _MODULES[operator]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(module)
+        except Exception as error:
+            return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def _triton(operator: str, device: str, package: str, kernel: _Kernel) -> list[Found]:

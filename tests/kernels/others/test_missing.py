@@ -45,6 +45,8 @@ def test_an_installed_package_for_gpus_is_not_imported_on_a_cpu(
     provider: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for package in ("aiter", "flash_attn", "flash_attn/cute", "transformer_engine"):
+        # sglang's tests may have imported it
+        monkeypatch.delitem(sys.modules, package, raising=False)
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "flash_attn_interface.py").write_text("raise RuntimeError('imported')")
