@@ -145,8 +145,9 @@ def _fast_tile(rows: int) -> _Tile:
 
 
 def _fast_splits(tiles: int, ins: int, tile: _Tile) -> int:
-    """Return enough splits for ``_PROGRAMS`` programs, none of less than one piece of ``in``."""
-    return max(1, min(_PROGRAMS // tiles, _MOST_SPLITS, -(-ins // tile.ins)))
+    """Return enough splits for ``_PROGRAMS`` programs, unless they would be too short."""
+    # a split writes a partial sum for each row where it reads a weight for each of ``in``
+    return max(1, min(_PROGRAMS // tiles, _MOST_SPLITS, -(-ins // tile.rows)))
 
 
 def _constants(tile: _Tile, dtype: torch.dtype) -> dict[str, int | bool]:
