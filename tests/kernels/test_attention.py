@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from layerbisect.kernels import attention as module
 from layerbisect.kernels.attention import attention
+from layerbisect.kernels.bounds.attention import attention_bound
 
 
 def heads(rows: int, count: int, channels: int = 20, seed: int = 0) -> torch.Tensor:
@@ -132,3 +135,39 @@ def test_wrong_arguments_are_named() -> None:
         attention(q, q, q, [2, 2], scale=1.0, queries=[3, 1])
     with pytest.raises(ValueError, match=r"sinks must have shape \[6\], got \[4\]"):
         attention(q, q, q, [4], scale=1.0, sinks=torch.zeros(4))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torch_and_transformers_attend_alike(dtype: torch.dtype, window: int | None) -> None:
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    q, k, v = (x.to(dtype) for x in (heads(13, 6), heads(13, 2, seed=1), heads(13, 2, seed=2)))
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0, 1.0, -2.0]).to(dtype)
+    key, query = torch.arange(13)[None, :], torch.arange(13)[:, None]
+    seen = (key <= query) & (key > query - (window or 13))
+    mask = torch.zeros(13, 13, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    # [batch, head, row, channel]
+    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 3
+    layer.sinks = sinks
+    layer.eval()
+    found = {
+        "sdpa": torch.nn.functional.scaled_dot_product_attention(
+            *rows, attn_mask=seen, scale=0.3, enable_gqa=True
+        ).transpose(1, 2),
+        "eager": qwen3.eager_attention_forward(layer, *rows, mask, scaling=0.3)[0],
+        "sinks": gpt_oss.eager_attention_forward(layer, *rows, mask, scaling=0.3)[0],
+    }
+    for name, context in found.items():
+        given: dict[str, Any] = {"scale": 0.3, "sliding_window": window}
+        given["sinks"] = sinks if name == "sinks" else None
+        exact = attention(q.double(), k.double(), v.double(), [13], **given)
+        if dtype == torch.float64:
+            # transformers' softmax is in float32
+            torch.testing.assert_close(context[0], exact, rtol=1e-6, atol=1e-7)
+        else:
+            error = (context[0].double() - exact).abs()
+            assert (error <= attention_bound(q, k, v, [13], **given, dtype=dtype)).all(), name
+            assert error.max() > 0
