@@ -159,7 +159,12 @@ def _verdict(
             CoveredRows(len(case.joined), case.joined.left_out),
             tuple(notes),
         ),
-        next=next_step(case, judgement, evidence.weights if evidence else None),
+        next=next_step(
+            case,
+            judgement,
+            evidence.weights if evidence else None,
+            evidence.errors if evidence else {},
+        ),
         reasons=judgement.reasons,
         layers=evidence.layers if evidence else (),
         differences=differences,

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from layerbisect.bisect.case import Case
 from layerbisect.bisect.verdict import Culprit
 from layerbisect.bisect.weigh import Judgement
 from layerbisect.bisect.weight_evidence import WeightEvidence
+from layerbisect.kernels.judging.own_error import OwnError
+
+REPLAYED = (
+    "norm",
+    "linear",
+    "rope",
+    "attention",
+    "router",
+    "experts",
+    "combine",
+    "residual",
+    "head",
+)
+"""The verdict's words for operators that can be replayed."""
 
 
-def next_step(case: Case, judgement: Judgement, weights: WeightEvidence | None) -> str:
-    """Say in a sentence what to run or to look at next; ``weights`` where they were compared."""
+def next_step(
+    case: Case,
+    judgement: Judgement,
+    weights: WeightEvidence | None,
+    errors: Mapping[str, Sequence[OwnError]],
+) -> str:
+    """Say in a sentence what to run or to look at next.
+
+    ``weights`` is None where they were not compared; ``errors`` are the own errors by side.
+    """
     again = f"`layerbisect bisect ROLLOUT TRAINER --model {case.directory}`"
     culprits = judgement.culprits
     if culprits and weights is not None and weights.behind(culprits[0]):
@@ -33,11 +57,35 @@ def next_step(case: Case, judgement: Judgement, weights: WeightEvidence | None) 
     if culprits and culprits[0].operator == "weights":
         return _which_weights(culprits[0], weights)
     if culprits and culprits[0].operator is not None:
-        return f"look at {culprits[0].operator} in the code of the {culprits[0].side} side"
+        return _replay(case, culprits[0], errors) or (
+            f"look at {culprits[0].operator} in the code of the {culprits[0].side} side"
+        )
     if judgement.status == "divergent":
         return f"capture both sides again with points all, then {again}"
     rollout, trainer = (side.capture.directory for side in case.sides)
     return f"`layerbisect show {rollout}` and `layerbisect show {trainer}`"
+
+
+def _replay(case: Case, culprit: Culprit, errors: Mapping[str, Sequence[OwnError]]) -> str:
+    """Name the command that replays what a culprit was convicted of; empty where none can."""
+    side = next((s for s in case.sides if s.label == culprit.side), case.sides[0])
+    # an operator that errs in most layers has no layer: the first of them shows it
+    layers = [
+        e.layer
+        for e in errors.get(side.label, ())
+        if e.convicted
+        and e.operator == culprit.operator
+        and (culprit.layer in (None, e.layer))
+        and (e.layer is None) == (not culprit.point.startswith("layers."))
+    ]
+    if culprit.operator not in REPLAYED or not layers:
+        return ""
+    place = "" if layers[0] is None else f" --layer {layers[0]}"
+    command = f"layerbisect replay {side.capture.directory} --model {case.directory}{place}"
+    command = f"`{command} --operator {culprit.operator}"
+    if case.sides[0].capture.directory == case.sides[1].capture.directory:
+        return f"{command} --requests PATTERN`, with the sequences of the {side.label} side"
+    return f"{command}`"
 
 
 def _which_weights(culprit: Culprit, weights: WeightEvidence | None) -> str:

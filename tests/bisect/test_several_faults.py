@@ -96,9 +96,12 @@ def test_faults_of_one_operator_in_other_rows_are_not_alike(clean: Clean, tmp_pa
 
 def test_a_fault_in_every_layer_is_one_culprit(clean: Clean, tmp_path: Path) -> None:
     faults = [("rope-base", layer) for layer in range(4)]
-    (culprit,) = with_faults(clean, tmp_path, faults).culprits
+    verdict = with_faults(clean, tmp_path, faults)
+    (culprit,) = verdict.culprits
     assert (culprit.layer, culprit.operator, culprit.side) == (None, "rope", "rollout")
     assert culprit.point == "layers.*.attn.q" and culprit.where.startswith("4 of 4 layers")
+    # any of them shows it
+    assert verdict.next.endswith("--layer 0 --operator rope`")
     assert culprit.share_of_gap == pytest.approx(1.0, abs=0.1)
 
 

@@ -119,7 +119,9 @@ def test_a_verdict_with_a_culprit(clean: Clean, tmp_path: Path) -> None:
     assert culprit["side"] == "trainer" and culprit["point"] == "layers.1.attn.context"
     assert culprit["own_error"] > culprit["floor"] > 0
     assert any("systematic, softmax scale +0.0" in line for line in culprit["evidence"])
-    assert verdict.next == "look at attention in the code of the trainer side"
+    assert verdict.next == (
+        f"`layerbisect replay {faulty} --model {clean.model} --layer 1 --operator attention`"
+    )
     assert not verdict
 
 
