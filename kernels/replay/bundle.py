@@ -169,6 +169,14 @@ def load_bundle(path: Path) -> Bundle:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise BundleError(f"{path} is no operator bundle: {error}; export it again") from None
+    return bundle_from(header, tensors, path)
+
+
+def bundle_from(header: str | None, tensors: dict[str, torch.Tensor], path: Path) -> Bundle:
+    """Make a bundle of what its file holds: the text under ``HEADER_KEY``, and the tensors.
+
+    Raises BundleError, which names ``path``, where they are none or don't fit together.
+    """
     if header is None:
         raise BundleError(
             f"{path} is a safetensors file without the header {HEADER_KEY!r}, so no operator "

@@ -24,13 +24,15 @@ def standalone(
     *,
     entries: Collection[str] = (),
     kept: Collection[str] = (),
+    first: str = "",
 ) -> str:
     """Return the source of one module that holds ``entry`` and all that it reaches.
 
     ``sources`` gives the text of modules that are no files. Tables whose keys are all among
-    ``entries`` keep those that are ``kept``. The docstring of ``entry`` comes first.
+    ``entries`` keep those that are ``kept``. The docstring of ``entry`` comes first, and the
+    statements ``first`` before all imports.
     """
-    return _Assembly(entry, sources, entries, kept).text()
+    return _Assembly(entry, sources, entries, kept).text(first)
 
 
 class _Assembly:
@@ -120,7 +122,8 @@ class _Assembly:
                 if name not in taken and name not in hidden.get(thing, ()):
                     taken[name] = thing
                     continue
-                stem = module.name.rpartition(".")[2]
+                folder, stem = module.name.split(".")[-2:]
+                stem = folder if stem == name else stem
                 private = "_" if name.startswith("_") else ""
                 new = f"{private}{stem}_{name.lstrip('_')}"
                 while new in every or new in taken:
@@ -129,10 +132,11 @@ class _Assembly:
                 renamed[thing] = new
         return renamed
 
-    def text(self) -> str:
+    def text(self, first: str) -> str:
         """Write all of it."""
         doc = ast.get_docstring(self.modules[self.entry].tree, clean=False) or ""
-        parts = [f'"""{doc}"""', "from __future__ import annotations", self._imports()]
+        parts = [f'"""{doc}"""', "from __future__ import annotations", first, self._imports()]
+        parts = [part for part in parts if part]
         for name, module in self.modules.items():
             units = [unit for unit in module.units if id(unit) in self.used]
             if not units:
