@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # before any test imports transformers or starts a server: nothing here needs a network
 os.environ["HF_HUB_OFFLINE"] = "1"
+if not torch.cuda.is_available():
+    # before anything imports triton, which reads it then and never again
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SMALL: dict[str, Any] = dict(
     layers=4, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, vocab=512
@@ -17,8 +21,6 @@ SMALL: dict[str, Any] = dict(
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Let torch use one thread: on small tensors and busy cores, waiting for others costs most."""
-    import torch
-
     torch.set_num_threads(1)
 
 

@@ -1,23 +1,15 @@
-"""The kernels run on a GPU where there is one, and under Triton's interpreter elsewhere."""
+"""The kernels run on a GPU where there is one, and under Triton's interpreter elsewhere, as
+tests/conftest.py sees to.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from layerbisect.kernels.replay.poison import poisoned_empty
-
-if not torch.cuda.is_available():
-    # triton reads it when it is imported, and never again
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError(
-            "triton was imported before it was told to interpret: set TRITON_INTERPRET=1"
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
