@@ -148,8 +148,8 @@ def test_torch_and_transformers_attend_alike(dtype: torch.dtype, window: int | N
     seen = (key <= query) & (key > query - (window or 13))
     mask = torch.zeros(13, 13, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
     # [batch, head, row, channel]
-    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    layer = torch.nn.Module()
+    rows = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    layer: Any = torch.nn.Module()
     layer.num_key_value_groups = 3
     layer.sinks = sinks
     layer.eval()
