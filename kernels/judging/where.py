@@ -25,12 +25,15 @@ def describe(
     excess (bool [row]) and returns sets of rows that have a name (bool [row]); of those the one
     that agrees best with the excess is told, the first of equals.
     """
+    parts = [f.name.rsplit(" ", 1)[0] for f in error.fits if f.name.startswith(_PARTS)]
     if not error.far_off:
-        parts = [f.name.rsplit(" ", 1)[0] for f in error.fits if f.name.startswith(_PARTS)]
         return ", ".join(dict.fromkeys(parts)) or "all rows"
     hit = error.row_ratio > EXCESS_RATIO
-    places = [p for p in (_heads(error), _rows(hit, position, named)) if p]
-    return ", ".join(places) or "all rows"
+    heads, (rows, told) = _heads(error), _rows(hit, position, named)
+    if parts and error.fits[0].name.startswith(_PARTS) and not heads and not told:
+        # rows in which that part is large
+        return ", ".join(dict.fromkeys(parts))
+    return ", ".join(place for place in (heads, rows) if place) or "all rows"
 
 
 def heads_in_error(error: OwnError) -> list[int]:
@@ -84,11 +87,11 @@ def _rows(
     hit: torch.Tensor,
     position: torch.Tensor,
     named: Callable[[torch.Tensor], Iterable[Named]],
-) -> str:
-    """Describe the rows in excess where not all are."""
+) -> tuple[str, bool]:
+    """Describe the rows in excess where not all are, and say whether more than their number."""
     count = int(hit.sum())
     if not count or count > _ALL * len(hit):
-        return ""
+        return "", False
     best, sentence = 0.0, f"{count / len(hit):.0%} of rows"
     if count <= _FEW:
         at = sorted(set(position[hit].tolist()))
@@ -100,4 +103,4 @@ def _rows(
         agreement = 2 * both / max(count + int(mask.sum()), 1)
         if agreement > max(best, _AGREEMENT):
             best, sentence = agreement, name
-    return sentence
+    return sentence, best > 0 or count <= _FEW

@@ -62,6 +62,9 @@ class Judge:
         bundle, rows = self.bundle, self.bundle.observed
         exact, low = self.references(produced)
         given = bundle.inputs.get("mlp.expert_ids") if self.result == "mlp.expert_out" else None
+        if given is not None and bundle.expert_numbers:
+            # an expert is told by the model's number, and not by its place among those at hand
+            given = torch.tensor(bundle.expert_numbers)[given]
         return measure_redrawn(
             Output(
                 point=bundle.point,

@@ -64,7 +64,8 @@ class Variation:
     """How an output changes with what should not matter.
 
     ``rows`` of ``of`` rows differ in some bit; ``max_ulps`` is the largest change in units in the
-    last place; ``how`` says what was varied, such as "alone, in halves, shuffled".
+    last place, of a number as large as the row's root mean square where it is smaller than that;
+    ``how`` says what was varied, such as "alone, in halves, shuffled".
     """
 
     rows: int
@@ -80,7 +81,10 @@ class Variation:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """How near an implementation comes to what the engine returned, over the observed rows."""
+    """How near an implementation comes to what the engine returned, over the observed rows.
+
+    ``max_ulps`` is `Variation`'s.
+    """
 
     equal_elements: float
     equal_rows: float
