@@ -201,9 +201,9 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, ready for ``json.dumps``; non-finite numbers become None."""
-        plain = _plain(dataclasses.asdict(self))
-        assert isinstance(plain, dict)
-        return {"schema": plain.pop("schema"), **plain}
+        data = plain(dataclasses.asdict(self))
+        assert isinstance(data, dict)
+        return {"schema": data.pop("schema"), **data}
 
 
 def squared_above(gap: float, floor: float) -> float:
@@ -211,11 +211,12 @@ def squared_above(gap: float, floor: float) -> float:
     return max(gap**2 - floor**2, 0.0)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Turn tuples into lists and non-finite numbers into None, as strict JSON wants them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -38,6 +38,7 @@ class Batch:
         index: int64 [row], which of the ``grid`` rows each recorded row is.
         context: tokens of these sequences that no row of this pass computed (a cached prefix).
         part: this rank's rows at the points that an engine scatters over ranks.
+        recomputes: number of the pass that is computed again, of a ``recompute`` pass.
     """
 
     phase: Phase
@@ -47,3 +48,4 @@ class Batch:
     index: NDArray[np.int64]
     context: Rows = field(default_factory=Rows.empty)
     part: RowPart | None = None
+    recomputes: int | None = None

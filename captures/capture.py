@@ -47,6 +47,10 @@ def capture(
     and packed (``PackedSeqParams``) sequences, tensor, sequence, context, pipeline and expert
     parallelism are recorded, each rank's part by itself: no collective is added.
 
+    A training forward is recorded, too, and what its backward computes again (gradient
+    checkpointing, ``recompute_granularity``) is kept apart from it, if the backward runs inside the
+    context. Gradients are the same bits as without.
+
     Args:
         model: a Llama, Qwen3 or Qwen3-MoE causal language model of transformers, or Megatron-core's
             GPTModel; wrapped (DDP, Float16Module, PEFT) or not, and Megatron's as a list of chunks.

@@ -5,6 +5,7 @@
     capture.json                    CaptureInfo: engine, model, weights, parallel layout
     rank-0/manifest.json            RankManifest: points seen and how, errors, finished or not
     rank-0/pass-000000.safetensors  one forward pass of one rank: PassHeader and PassTensors
+    rank-0/again-000000.safetensors what its backward computed again (activation recomputation)
     rank-1/...
 
 A pass file holds ``rows.sequence``, ``rows.position``, ``rows.token`` and one tensor a point with a
@@ -28,6 +29,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from layerbisect.captures.errors import CaptureError
+from layerbisect.captures.forward_mode import ForwardMode
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,7 +41,7 @@ CAPTURE_FILE = "capture.json"
 MANIFEST_FILE = "manifest.json"
 
 How = Literal["observed", "derived", "partial_sum", "not_observable"]
-Phase = Literal["forward", "prefill", "decode"]
+Phase = Literal["forward", "prefill", "decode", "recompute"]
 RoutesFrom = Literal["own", "forced", "forced with weights"]
 
 
@@ -94,7 +96,7 @@ class RankManifest:
     parallelism): only ranks of one replica have passes in common. ``name`` says where in the job
     the rank stands. ``fingerprints`` are of the tensors that this rank holds whole, as
     CaptureInfo has them. ``run`` is the same on all ranks that captured together, where they could
-    agree on one.
+    agree on one. ``modes`` are those in which the model was called.
     """
 
     rank: int
@@ -106,6 +108,7 @@ class RankManifest:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     points: Mapping[str, PointSeen] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
+    modes: tuple[ForwardMode, ...] = ()
     passes: tuple[PassSummary, ...] = ()
     schema: int = SCHEMA
 
@@ -175,6 +178,8 @@ class SequenceInfo:
 @dataclass(frozen=True, slots=True)
 class PassHeader:
     """What a forward pass was; ``index`` is the same on all ranks that took part in it.
+
+    A ``recompute`` pass has the index of the pass that it computes again.
 
     ``vocab`` is ``[start, stop, total]`` of the vocabulary of which this rank wrote scores, where
     those are still to be combined.

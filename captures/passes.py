@@ -10,7 +10,7 @@ from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.format import MANIFEST_FILE, RankManifest, from_json
 from layerbisect.captures.passfile import PassFile
 
-_PASS_NAME = re.compile(r"pass-(\d{6,})\.safetensors", re.ASCII)
+_PASS_NAME = re.compile(r"(pass|again)-(\d{6,})\.safetensors", re.ASCII)
 
 
 def read_text(path: Path) -> str:
@@ -56,55 +56,72 @@ def read_manifests(folder: Path) -> list[RankManifest]:
     return found
 
 
-def read_passes(folder: Path, manifest: RankManifest) -> dict[int, PassFile]:
+def read_passes(
+    folder: Path, manifest: RankManifest, *, recomputed: bool = False
+) -> dict[int, PassFile]:
     """Open the passes of one rank's folder, by their number.
 
-    A finished manifest lists them; in an unfinished capture it is those that are there.
+    A finished manifest lists them; in an unfinished capture it is those that are there. With
+    ``recomputed`` they are those that a backward computed again, and without it the others.
     """
     if manifest.finished:
         names = [summary.file for summary in manifest.passes]
     else:
         names = sorted(p.name for p in folder.iterdir() if _PASS_NAME.fullmatch(p.name))
     files: dict[int, PassFile] = {}
+    read: set[str] = set()
     for name in names:
         match = _PASS_NAME.fullmatch(name)
-        if not match or (folder / name).is_symlink() or int(match[1]) in files:
+        if not match or (folder / name).is_symlink() or name in read:
             raise CaptureError(
                 f"{folder / MANIFEST_FILE} names {name!r}, which is not one more pass of this "
                 "capture; a capture holds plain files inside its directory alone, each once"
             )
+        read.add(name)
+        if (match[1] == "again") != recomputed:
+            continue
         if not (folder / name).is_file():
             raise CaptureError(
                 f"{folder} lists {name} and does not hold it; bring it back, or capture again"
             )
         file = PassFile(folder / name)
-        if file.header.index != int(match[1]):
+        if file.header.index != int(match[2]):
             raise CaptureError(
                 f"{file.path} is damaged: it says that it is pass {file.header.index}; "
                 "capture again"
             )
-        files[int(match[1])] = file
-    for summary, file in zip(manifest.passes, files.values(), strict=False):
-        if summary.rows != len(file.rows):
+        files[int(match[2])] = file
+    told = {summary.file: summary.rows for summary in manifest.passes}
+    for file in files.values():
+        if told.get(file.path.name, len(file.rows)) != len(file.rows):
             raise CaptureError(
-                f"{file.path} has {len(file.rows)} rows and its manifest says {summary.rows}; "
+                f"{file.path} has {len(file.rows)} rows and its manifest says "
+                f"{told[file.path.name]}; "
                 "capture again"
             )
     return files
 
 
 def pair(
-    manifests: Sequence[RankManifest], files: Sequence[Mapping[int, PassFile]]
+    manifests: Sequence[RankManifest],
+    files: Sequence[Mapping[int, PassFile]],
+    *,
+    recomputed: bool = False,
 ) -> tuple[list[tuple[PassFile, ...]], list[str]]:
     """Pair the ranks' passes by number, each replica's for itself.
 
     Returns the passes that every rank of a replica holds, and a sentence where some are held by a
-    few alone: a crash between two ranks' writing leaves such a last pass.
+    few alone: a crash between two ranks' writing leaves such a last pass. What is ``recomputed`` is
+    paired among those ranks that computed anything again.
     """
     joint: list[tuple[PassFile, ...]] = []
     problems: list[str] = []
     for replica in sorted({m.replica for m in manifests}):
         members = [i for i, m in enumerate(manifests) if m.replica == replica]
+        if recomputed:
+            numbers = sorted(set().union(*(files[i] for i in members)))
+            joint += [tuple(files[i][n] for i in members if n in files[i]) for n in numbers]
+            continue
         found, missing = _pair([manifests[i] for i in members], [files[i] for i in members])
         joint += found
         problems += missing

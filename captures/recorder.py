@@ -45,6 +45,7 @@ class Tap:
             are split where the point has them.
         when: ``before`` the module runs (output is None then) or ``after``.
         how: whether the engine holds the very tensor, or it follows from others.
+        again: look only at what a backward computes again, where another tap's module may not run.
     """
 
     module: str
@@ -52,6 +53,7 @@ class Tap:
     pick: Pick
     when: Literal["before", "after"] = "after"
     how: How = "observed"
+    again: bool = False
 
 
 class Recorder:
@@ -96,6 +98,11 @@ class Recorder:
         """The pass that is open, if one is."""
         return self._batch
 
+    @property
+    def seen(self) -> bool:
+        """Whether the open pass holds a point yet."""
+        return bool(self._values)
+
     def wants(self, point: str) -> bool:
         """Say whether ``point`` is to be recorded in the pass that is open."""
         return self._batch is not None and point in self.points
@@ -126,7 +133,7 @@ class Recorder:
                 self.record(point, lambda: tap.pick(args, kwargs, None))
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._batch is not None:
+            if self._batch is not None and (not tap.again or self._batch.recomputes is not None):
                 self.record(point, lambda: tap.pick(args, kwargs, output))
 
         if tap.when == "before":
@@ -148,7 +155,7 @@ class Recorder:
 
     def _drop(self) -> None:
         broken, self._batch = self._batch, None
-        self._values, self._headers, self._scores, self._shard_scores = {}, {}, [], None
+        self._clear()
         if broken is not None:
             with self.guarded("dropping a pass"):
                 self.writer.skip_pass()
@@ -162,9 +169,15 @@ class Recorder:
         batch = self._batch
         if batch is None or point not in self.points:
             return
-        with self.guarded(point):
+        import torch
+
+        # what is taken must leave nothing in a graph that is kept for a backward
+        with self.guarded(point), torch.no_grad():
             value = take()
             if value is None or self._has_no_rows(batch, self.points[point]):
+                return
+            if point in self._values and batch.recomputes is not None:
+                # one checkpoint inside another
                 return
             if point in self._values:
                 self.writer.error(f"{point} was computed twice in one pass; the first was kept")
@@ -208,18 +221,25 @@ class Recorder:
         if self._batch is not None:
             self._shard_scores = scores
 
-    def end(self) -> None:
-        """Write the open pass."""
+    def cancel(self) -> None:
+        """Close the open pass as if it had never been."""
+        self._batch = None
+        self._clear()
+
+    def end(self) -> int | None:
+        """Write the open pass; returns its number, or None where none was written."""
         batch, self._batch = self._batch, None
         if batch is None:
-            return
+            return None
+        number = None
         with self.guarded("writing a pass"):
-            self._report_unseen(batch)
+            if batch.recomputes is None:
+                self._report_unseen(batch)
             scores: Scores | ShardScores = self._shard_scores or Scores(
                 Rows.concatenate([s.rows for s in self._scores]),
                 np.concatenate([np.asarray(s.logprob) for s in self._scores] or [np.empty(0)]),
             )
-            self.writer.write_pass(
+            number = self.writer.write_pass(
                 batch.phase,
                 batch.sequences,
                 batch.rows,
@@ -227,10 +247,15 @@ class Recorder:
                 self._headers,
                 scores=scores,
                 context=batch.context,
+                recomputes=batch.recomputes,
             )
             self.writer.points_seen(
                 {n: PointSeen(self._how.get(n, "observed")) for n in self._values}
             )
+        self._clear()
+        return number
+
+    def _clear(self) -> None:
         self._values, self._headers, self._scores, self._shard_scores = {}, {}, [], None
 
     def _has_no_rows(self, batch: Batch, point: Point) -> bool:

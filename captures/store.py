@@ -25,6 +25,7 @@ from layerbisect.captures.format import (
     TensorHeader,
     from_json,
 )
+from layerbisect.captures.forward_mode import ForwardMode, merged
 from layerbisect.captures.gather import Gatherer, JointPass
 from layerbisect.captures.passes import pair, read_manifests, read_passes, read_text
 from layerbisect.captures.rows import PrefixKeys, Rows, prefix_keys
@@ -48,7 +49,8 @@ class Capture:
     ``rows`` and ``keys`` describe every row in the order of the passes; ``phases`` gives each row's
     pass kind; ``problems`` says in sentences what is not whole; ``weight_findings`` has the ranks
     that hold different values of a tensor; ``replica_findings`` fills, while points are read, with
-    those of which two ranks hold different copies. Build with :meth:`open`.
+    those of which two ranks hold different copies. ``modes`` are those in which the model was
+    called, as far as the engine tells. Build with :meth:`open`.
     """
 
     directory: Path
@@ -65,10 +67,16 @@ class Capture:
     points: dict[str, PointSeen]
     replica_findings: dict[str, Disagreement]
     passes: tuple[JointPass, ...]
+    modes: tuple[ForwardMode, ...]
 
     @classmethod
     def open(
-        cls, directory: str | os.PathLike[str], *, label: str | None = None, requests: str = "*"
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        label: str | None = None,
+        requests: str = "*",
+        recomputed: bool = False,
     ) -> Capture:
         """Open a capture directory.
 
@@ -77,6 +85,7 @@ class Capture:
             label: what to call this side, instead of the label that it was captured with.
             requests: pattern over sequence names; only these sequences' rows are read, so that one
                 server's capture can hold both a generation and its replay.
+            recomputed: read what backwards computed again, and not what forwards computed.
 
         Raises:
             CaptureError: no capture there, a damaged file, no rows, or no sequence that matches.
@@ -89,9 +98,10 @@ class Capture:
             )
         info = from_json(CaptureInfo, read_text(folder / CAPTURE_FILE), folder / CAPTURE_FILE)
         manifests = read_manifests(folder)
-        joint, missing_passes = pair(
-            manifests, [read_passes(folder / f"rank-{m.rank}", m) for m in manifests]
-        )
+        files = [
+            read_passes(folder / f"rank-{m.rank}", m, recomputed=recomputed) for m in manifests
+        ]
+        joint, missing_passes = pair(manifests, files, recomputed=recomputed)
         fingerprints, weight_findings = gather_fingerprints(info.fingerprints, manifests)
         gathered = Gatherer(requests)
         for ranks in joint:
@@ -125,7 +135,13 @@ class Capture:
             points=_points(manifests, gathered.passes),
             replica_findings={},
             passes=tuple(gathered.passes),
+            modes=merged(mode for m in manifests for mode in m.modes),
         )
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether the capture also holds what a backward computed again."""
+        return any(self.directory.glob("rank-*/again-*.safetensors"))
 
     @property
     def weights_moved(self) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from layerbisect.captures.format import How, Phase
+from layerbisect.captures.forward_mode import ForwardMode
 from layerbisect.captures.points import all_points
 from layerbisect.captures.rows import PrefixKeys
 from layerbisect.captures.store import Capture
@@ -73,6 +74,7 @@ class CaptureSummary:
     ranks: int
     finished: bool
     phases: Mapping[Phase, PhaseSummary]
+    modes: tuple[ForwardMode, ...]
     rows: int
     keyless_rows: int
     repeated_rows: int
@@ -96,6 +98,10 @@ def summarize(capture: Capture) -> CaptureSummary:
         before = phases.get(one.phase, PhaseSummary(0, 0))
         phases[one.phase] = PhaseSummary(before.passes + 1, before.rows + len(one.rows))
     files = [file for one in capture.passes for file in one.ranks]
+    if capture.recomputed:
+        again = Capture.open(capture.directory, recomputed=True)
+        phases["recompute"] = PhaseSummary(len(again.passes), len(again.rows))
+        files += [file for one in again.passes for file in one.ranks]
     return CaptureSummary(
         directory=str(capture.directory),
         label=capture.label,
@@ -110,6 +116,7 @@ def summarize(capture: Capture) -> CaptureSummary:
         ranks=len({file.path.parent for file in files}),
         finished=capture.finished,
         phases=phases,
+        modes=capture.modes,
         rows=len(capture.rows),
         keyless_rows=int((~capture.keys.known).sum()),
         repeated_rows=_repeats(capture.keys),

@@ -17,13 +17,16 @@ from layerbisect.captures import kv_lanes
 from layerbisect.captures.attention_seam import observed
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.forcing import Forcing
+from layerbisect.captures.forward_mode import ModeWatch
 from layerbisect.captures.lanes import Lane, Names
+from layerbisect.captures.recompute import Recomputation, in_backward
 from layerbisect.captures.recorder import Recorder
 from layerbisect.captures.routes import wanted as wanted_routes
 from layerbisect.captures.scores import Pending, score_pass
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.transformers_adapter import ATTENTION_SUFFIXES, Anatomy
 from layerbisect.captures.transformers_calls import Call, cache_name, read_call
+from layerbisect.captures.transformers_mode import mode_of
 from layerbisect.captures.transformers_routes import forced_gates, keys_of
 
 if TYPE_CHECKING:
@@ -76,6 +79,8 @@ class ModelCapture:
         self._recorder = Recorder(
             self._writer, self.points, anatomy.taps, head_dim=anatomy.head_dim
         )
+        self._again = Recomputation(self._recorder)
+        self._modes = ModeWatch(partial(mode_of, anatomy), self._writer.called_in)
         with ExitStack() as stack:
             model = anatomy.model
             root = [
@@ -94,6 +99,7 @@ class ModelCapture:
             if self._forcing is not None:
                 stack.enter_context(forced_gates(anatomy, self._forcing, self._recorder.guarded))
             stack.callback(self._recorder.detach)
+            stack.callback(self._again.close)
             self._recorder.attach(model)
             self._exit = stack.pop_all()
         return self
@@ -114,9 +120,18 @@ class ModelCapture:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
+        if in_backward():
+            if self._again.call is None:
+                self._writer.error(
+                    "a backward computed the whole model again, and of which call is not known: it "
+                    "was not recorded; checkpoint the model's layers instead"
+                )
+            return
+        self._again.end()
         if self._forcing is not None:
             self._forcing.forget()
         with self._recorder.guarded("reading a call"):
+            self._modes.see(model.training)
             call = read_call(model, args, kwargs, self._names)
             if isinstance(call, str):
                 self._writer.error(call)
@@ -143,11 +158,14 @@ class ModelCapture:
             cache = call.cache if call.cache is not None else _cache_of(model, output)
             if cache is not None:
                 kv_lanes.remember(cache, self._after)
-        self._recorder.end()
+        number = self._recorder.end()
         self._passes += 1
+        with self._recorder.guarded("following a call"):
+            # a cache belongs to the graph
+            self._again.follow(number, call.batch, output, replace(call, cache=None))
 
     def _attention(self, module: Any, query: Any, key: Any, value: Any) -> None:
-        layer, call = self._layer_of.get(id(module)), self._call
+        layer, call = self._layer_of.get(id(module)), self._call or self._again.call
         if layer is None or call is None:
             return
         # a dynamic cache has what is new at its end, a static one where its past ends
@@ -157,13 +175,13 @@ class ModelCapture:
             self._recorder.record(f"layers.{layer}.attn.{point}", partial(heads.transpose, 1, 2))
 
     def _score(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        call = self._call
+        call = self._call or self._again.call
         if call is None:
             return
         with self._recorder.guarded("logprob"):
             whole = len(call.kept) == call.width
             self._recorder.record("logits", lambda: output if whole else None)
-            if "logprob" in self.points:
+            if "logprob" in self.points and self._call is not None:
                 self._score_rows(call, output)
 
     def _score_rows(self, call: Call, logits: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ from layerbisect.captures.format import (
     TensorHeader,
     to_json,
 )
+from layerbisect.captures.forward_mode import ForwardMode
 from layerbisect.captures.rows import Rows
 from layerbisect.captures.tensorfile import DTYPE_NAMES, write_tensors
 from layerbisect.captures.vocab_scores import ShardScores
@@ -158,12 +159,15 @@ class CaptureWriter:
         *,
         scores: Scores | ShardScores | None = None,
         context: Rows | None = None,
-    ) -> None:
-        """Write one forward pass.
+        recomputes: int | None = None,
+    ) -> int:
+        """Write one forward pass, and return its number.
 
         ``tensors`` maps a point to its values ([row, ...], any device, in order of computation),
         ``headers`` says which part of it they are; ``rows.sequence`` indexes ``sequences``.
         ``context`` holds tokens that these sequences had seen though no row here computed them.
+        ``recomputes`` is the number of the pass that this one computes again, and it has that
+        number, too: ranks do not run their backwards in one order.
 
         Raises:
             CaptureError: values that do not fit their header or their rows, or that cannot be
@@ -172,7 +176,10 @@ class CaptureWriter:
         """
         import torch
 
-        index, self._begun = self._begun, self._begun + 1
+        index, kind = recomputes, "again"
+        if index is None:
+            index, kind = self._begun, "pass"
+            self._begun += 1
         if self._manifest.finished:
             raise CaptureError(f"{self._folder} is finished, and takes no further pass")
         stored: dict[str, torch.Tensor] = {}
@@ -199,7 +206,7 @@ class CaptureWriter:
         for name, value in tensors.items():
             check_tensor(name, value, headers[name], len(rows))
             stored[name] = value
-        name = f"pass-{index:06d}.safetensors"
+        name = f"{kind}-{index:06d}.safetensors"
         temporary = self._folder / f".{name}.tmp"
         metadata = {
             HEADER_KEY: to_json(
@@ -215,6 +222,7 @@ class CaptureWriter:
         finally:
             temporary.unlink(missing_ok=True)
         self._passes.append(PassSummary(name, len(rows)))
+        return index
 
     def skip_pass(self) -> None:
         """Leave a pass out, so that those after it have the same number on all ranks."""
@@ -238,6 +246,12 @@ class CaptureWriter:
         """Record an error once; the engine goes on."""
         if message not in self._manifest.errors and len(self._manifest.errors) < MAX_ERRORS:
             self._manifest = replace(self._manifest, errors=(*self._manifest.errors, message))
+            self._save_manifest()
+
+    def called_in(self, mode: ForwardMode) -> None:
+        """Record a mode in which the model is called, once."""
+        if mode not in self._manifest.modes:
+            self._manifest = replace(self._manifest, modes=(*self._manifest.modes, mode))
             self._save_manifest()
 
     def reopen(self) -> None:

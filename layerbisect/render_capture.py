@@ -19,6 +19,7 @@ from layerbisect.bisect.progress import Progress
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from layerbisect.captures.summary import CaptureSummary, PointSummary
+from layerbisect.render_text import mode_words
 from layerbisect.wording import count, size
 
 _SEQUENCES = 8
@@ -116,6 +117,7 @@ def render_summary(summary: CaptureSummary, console: Console) -> None:
         ("model", count(summary.num_layers, "layer") + moe),
         ("weights", summary.weight_version or "no version given"),
         ("passes", phases),
+        *(("called in", mode_words(mode)) for mode in summary.modes),
         (
             "rows",
             f"{summary.rows:,}; {summary.repeated_rows:,} repeat an earlier one, "

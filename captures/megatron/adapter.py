@@ -106,6 +106,10 @@ def _layer_taps(chunk: Chunk, layer: int, path: str) -> Iterator[Tap]:
         pick = _argument(place, part)
         yield tap("self_attention.core_attention", f"attn.{part[0]}", pick, "before")
     yield tap("self_attention.linear_proj", "attn.context", _argument(0, "input_"), "before")
+    if not getattr(chunk.config, "attention_output_gate", False):
+        # selective recomputation runs no projection
+        core = re.escape(f"{path}.self_attention.core_attention")
+        yield Tap(core, f"layers.{layer}.attn.context", _out, again=True)
     yield tap("self_attention.linear_proj", "attn.out", _out)
     yield tap("pre_mlp_layernorm", "mid", _argument(0, "hidden_states"), "before")
     if not _is_identity(module.pre_mlp_layernorm):

@@ -12,12 +12,15 @@ import numpy as np
 from layerbisect.captures.batch import Batch, RowPart
 from layerbisect.captures.forcing import Forcing
 from layerbisect.captures.format import SequenceInfo, TensorHeader
+from layerbisect.captures.forward_mode import ModeWatch
 from layerbisect.captures.megatron import adapter, experts
 from layerbisect.captures.megatron.call import Call, kept_alone, read_call, scattered, unscored
+from layerbisect.captures.megatron.mode import mode_of
 from layerbisect.captures.megatron.model import Chunk, beyond_vocabulary
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.routes import forced_router
 from layerbisect.captures.points import Point
+from layerbisect.captures.recompute import Recomputation, in_backward
 from layerbisect.captures.recorder import Recorder
 from layerbisect.captures.rows import Rows, prefix_keys
 from layerbisect.captures.telling import TellingWriter
@@ -72,6 +75,8 @@ class ChunkCapture:
             header_of=self._header,
             scattered=adapter.SCATTERED if place.sequence_parallel else (),
         )
+        self._again = Recomputation(self.recorder)
+        self._modes = ModeWatch(partial(mode_of, chunk), writer.called_in)
 
     def attach(self, stack: ExitStack, live: bool) -> None:
         """Register the hooks until ``stack`` closes.
@@ -104,6 +109,7 @@ class ChunkCapture:
                 stack.enter_context(self._forced(router, layer, self._forcing))
         stack.enter_context(experts.recorded(self._chunk, self._place, recorder))
         stack.callback(recorder.detach)
+        stack.callback(self._again.close)
         recorder.attach(model)
         hidden = adapter.unseen(self._chunk) | experts.unseen(self._chunk, self._place)
         self.writer.points_seen({n: s for n, s in hidden.items() if n in recorder.points})
@@ -153,11 +159,16 @@ class ChunkCapture:
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = None
+        if in_backward():
+            # a layer's hooks record what is computed again, where it is known of which call
+            return
+        self._again.end()
         if self._forcing is not None:
             self._forcing.forget()
         if self._passes_by():
             return
         with self.recorder.guarded("reading a call"):
+            self._modes.see(model.training)
             call = read_call(model, args, kwargs, self._place.context)
             if isinstance(call, str):
                 # the other ranks count this pass, too
@@ -199,8 +210,12 @@ class ChunkCapture:
             self._call = None
             if self._forcing is not None:
                 self._forcing.end()
-            self.recorder.end()
+            batch = self.recorder.batch
+            number = self.recorder.end()
             self.passes += 1
+            if batch is not None:
+                with self.recorder.guarded("following a call"):
+                    self._again.follow(number, batch, output)
 
     def _score(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         call = self._call

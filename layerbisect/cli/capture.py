@@ -13,6 +13,8 @@ from layerbisect.cli.boundary import echo_json
 from layerbisect.cli.options import console, json_option, warnings_as_talk
 
 if TYPE_CHECKING:
+    import torch
+
     from layerbisect.captures.transformers_capture import ModelCapture
     from layerbisect.progress import ConsoleProgress
     from layerbisect.token_file import TokenSequence
@@ -66,6 +68,19 @@ _FOLDER = click.Path(path_type=Path)
 @click.option(
     "--route-weights", is_flag=True, help="With --routes: use its experts' weights as well."
 )
+@click.option(
+    "--forward",
+    type=click.Choice(["frozen", "training"]),
+    default="frozen",
+    show_default=True,
+    help="frozen: eval mode, no gradients. training: train mode, with gradients and the backward "
+    "of the mean log-prob; for `layerbisect training`.",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="With --forward training: compute each layer again in the backward.",
+)
 @json_option
 def capture(
     model: Path,
@@ -79,6 +94,8 @@ def capture(
     decode_from_prompt: bool,
     routes: Path | None,
     route_weights: bool,
+    forward: str,
+    recompute: bool,
     as_json: bool,
 ) -> int:
     """Capture a transformers model over given tokens, one sequence at a time.
@@ -90,12 +107,20 @@ def capture(
           --points layers.9 --attention eager
       layerbisect capture --model policy --tokens answers.jsonl --out captures/forced \\
           --routes captures/rollout
+      layerbisect capture --model policy --tokens answers.jsonl --out captures/training \\
+          --forward training --recompute
     """
     from layerbisect.captures.points import select
     from layerbisect.loading import read_config
     from layerbisect.token_file import read_tokens
 
     # everything that can be wrong with the input is looked at before a directory is made
+    train = forward == "training"
+    if train and (decode_from_prompt or routes is not None):
+        given = "--decode-from-prompt" if decode_from_prompt else "--routes"
+        raise LayerBisectError(f"{given} has no gradients; leave it out with --forward training")
+    if recompute and not train:
+        raise LayerBisectError("--recompute needs --forward training: a backward computes again")
     config = read_config(model)
     sequences = read_tokens(
         tokens, vocab=config["vocab_size"], longest=config.get("max_position_embeddings")
@@ -120,7 +145,7 @@ def capture(
     _check_free(out)
     from layerbisect.progress import shown
 
-    role = label or ("rollout" if decode_from_prompt else "trainer")
+    role = label or ("rollout" if decode_from_prompt else "training" if train else "trainer")
     with shown(console(stderr=True)) as progress, warnings_as_talk():
         progress.start("loading the model", 1)
         from layerbisect.loading import load_model
@@ -138,7 +163,11 @@ def capture(
             routes=forced,
             route_weights=route_weights,
         )
-        _run(loaded, recording, sequences, decode_from_prompt, progress)
+        if train:
+            loaded.train()
+        if recompute:
+            loaded.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        _run(loaded, recording, sequences, decode_from_prompt, train, progress)
     from layerbisect.captures.store import Capture
     from layerbisect.captures.summary import summarize
     from layerbisect.wording import count, size
@@ -162,6 +191,7 @@ def _run(
     recording: ModelCapture,
     sequences: tuple[TokenSequence, ...],
     decode: bool,
+    train: bool,
     progress: ConsoleProgress,
 ) -> None:
     import torch
@@ -172,7 +202,7 @@ def _run(
     was_there = out.exists()
     total = sum(len(s.ids) for s in sequences)
     try:
-        with recording, torch.no_grad():
+        with recording, torch.set_grad_enabled(train):
             progress.start("capturing tokens", total)
             done = 0
             for one in sequences:
@@ -180,7 +210,10 @@ def _run(
                     assert one.prompt_length is not None
                     decode_like_rollout(model, [one.ids], [one.prompt_length])
                 else:
-                    model(input_ids=torch.tensor([one.ids], device=model.device), use_cache=False)
+                    ids = torch.tensor([one.ids], device=model.device)
+                    logits = model(input_ids=ids, use_cache=False).logits
+                    if train:
+                        _backward(model, ids, logits)
                 done += len(one.ids)
                 progress.advance(done)
             progress.done()
@@ -192,6 +225,16 @@ def _run(
             if not was_there and out.is_dir() and not any(out.iterdir()):
                 out.rmdir()
         raise
+
+
+def _backward(model: Any, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """Run the backward of the mean log-prob of ids [1, n] by logits [1, n, vocab], and forget it.
+
+    A sequence of one token has no log-prob, and a gradient of 0.
+    """
+    scores = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
+    (-scores.sum() / max(1, scores.numel())).backward()
+    model.zero_grad(set_to_none=True)
 
 
 def _check_free(out: Path) -> None:
