@@ -11,6 +11,7 @@ from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
 from layerbisect.cli.scores import scores
 from layerbisect.cli.show import show
+from layerbisect.cli.training import training
 from layerbisect.cli.weights import weights
 
 __all__ = ["main"]
@@ -58,5 +59,5 @@ def main() -> None:
     """
 
 
-for _command in (demo, scores, weights, capture, show, bisect, doctor):
+for _command in (demo, scores, weights, capture, show, bisect, training, doctor):
     main.add_command(_command)

@@ -19,7 +19,7 @@ from layerbisect.cli import main
 from layerbisect.cli.boundary import Boundary
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["demo", "scores", "weights", "capture", "show", "bisect", "doctor"]
+COMMANDS = ["demo", "scores", "weights", "capture", "show", "bisect", "training", "doctor"]
 SCORES = [f"scores {name}" for name in ("collect", "trainer", "judge", "compare", "carry")]
 
 
