@@ -14,7 +14,7 @@ from layerbisect.bisect.ends import end_errors
 from layerbisect.bisect.own_error import own_errors
 from layerbisect.captures.store import Capture
 from layerbisect.kernels.judging.own_error import OwnError
-from layerbisect.kernels.replay.judge import Judge
+from layerbisect.kernels.replay.errors import Yardstick
 from tests.bisect.engine_pairs import ROLLOUT_FAULTS, TRAINER_FAULTS, Rollouts, Trainers
 from tests.planted_plugin import TRUTH
 from tests.sglang_server import sglang_installed
@@ -45,9 +45,10 @@ def replayed(capture: Capture, model_directory: Path) -> Convicted:
             assert not refused
             bisected = {e.point: e for e in own_errors(model, side, [layer])}
         for bundle in bundles:
-            judged = Judge(bundle).judge(bundle.captured)
-            assert_same(judged, bisected[bundle.point])
-            if judged.convicted:
+            yardstick = Yardstick(bundle)
+            assert_same(yardstick.judge.judge(bundle.captured), bisected[bundle.point])
+            # what lies beyond a bound convicts, too
+            if yardstick.errors(bundle.captured, bundle.acquitted).convicted:
                 found.add((bundle.layer, bundle.operator))
             seen += 1
     # of a layer of experts: all points but the choice of experts, which goes with their weights
