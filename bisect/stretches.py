@@ -17,9 +17,9 @@ class Stretch:
     """What a point is made from: ``calls`` in order, the points and the weights that they read.
 
     ``inputs`` are suffixes of captured points of the layer; ``weights`` maps names to functions
-    that read a tensor, as the engine holds it. What lies between and is not captured is computed on the way. Names of
-    results are the suffixes of points, or hold a colon where they are none. Raises LayerBisectError
-    for a point that no operator of the layer makes.
+    that read a tensor, as the engine holds it. What lies between and is not captured is computed on
+    the way. Names of results are the suffixes of points, or hold a colon where they are none.
+    Raises LayerBisectError for a point that no operator of the layer makes.
     """
 
     def __init__(self, points: LayerPoints, suffix: str) -> None:
