@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from layerbisect.kernels.replay import program
-from layerbisect.kernels.replay.bundle import Bundle
+from layerbisect.kernels.replay.bundle import Bundle, Call
 from layerbisect.kernels.replay.errors import Yardstick
 from layerbisect.kernels.replay.implementation import Unsupported
 from layerbisect.kernels.replay.judge import Judge, Results
 from layerbisect.kernels.replay.poison import poisoned_empty
-from layerbisect.kernels.replay.variants import WIDE, GarbageError, Seen, Variant
+from layerbisect.kernels.replay.variants import WIDE, GarbageError, Variant
 
 GARBAGE_ERROR = 0.9
 GARBAGE_CORRELATION = 0.3
@@ -26,6 +27,9 @@ of 1 or more."""
 _OTHER_POISON = 1000.0
 _NAMED = 4
 _TINY = 1e-300
+
+
+OwnCall = tuple[Call, dict[str, Any]]
 
 
 class UnwrittenError(Exception):
@@ -85,10 +89,21 @@ class Bench:
         variant: Variant,
         bundle: Bundle | None = None,
         *,
-        seen: Seen | None = None,
+        own_calls: list[OwnCall] | None = None,
         poison: float = torch.nan,
     ) -> Results:
-        """Run ``variant`` on the bundle, or on a part of it; ``seen`` is told its own calls."""
+        """Run ``variant`` on the bundle, or on a part of it.
+
+        ``own_calls`` is given the calls that are the variant's own, with copies of what they read.
+        """
+
+        def seen(call: Call, given: dict[str, Any]) -> None:
+            if own_calls is not None:
+                copies = {
+                    n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in given.items()
+                }
+                own_calls.append((call, copies))
+
         bundle = bundle or self.bundle
         # a kernel that writes into its inputs must not spoil them for the next one
         inputs = {n: t.to(self.device, copy=True) for n, t in bundle.inputs.items()}

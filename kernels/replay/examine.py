@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from layerbisect.kernels.replay.bench import Bench, RaisedError, UnwrittenError
+from layerbisect.kernels.replay.bench import Bench, OwnCall, RaisedError, UnwrittenError
 from layerbisect.kernels.replay.bits import most_ulps, same_bits
 from layerbisect.kernels.replay.bundle import BundleError
 from layerbisect.kernels.replay.implementation import Unsupported
@@ -35,11 +35,11 @@ def examine(bench: Bench, variant: Variant, times: int) -> Result:
     try:
         made = bench.first_run(variant)
         errors = bench.yardstick.errors(made)
-        part, same = bounded(bench, made)
-        base = bench.run(variant, part) if same is None else same
+        part, calls = bounded(bench), list[OwnCall]()
+        base = bench.run(variant, part, own_calls=calls)
         notes = [variant.why] if variant.why else []
-        varied = _or_note(notes, "in other batches", lambda: batches(bench, variant, part, base))
-        chunked = _or_note(notes, "in chunks", lambda: chunks(bench, variant, part))
+        varied = _or_note(notes, "in other batches", lambda: batches(bench, variant, part, made))
+        chunked = _or_note(notes, "in chunks", lambda: chunks(bench, variant, calls))
         return variant.result(
             state="ran",
             why="; ".join(notes),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import torch
 
-from layerbisect.kernels.replay.bench import Bench
-from layerbisect.kernels.replay.bundle import Call
+from layerbisect.kernels.replay.bench import Bench, OwnCall
 from layerbisect.kernels.replay.variants import REFERENCE, Variant
 
 WARM_UP = 5
@@ -23,8 +21,8 @@ def time_ms(bench: Bench, variant: Variant) -> float | None:
     """
     if bench.device == "cpu" or variant.name == REFERENCE:
         return None
-    calls: list[tuple[Call, dict[str, Any]]] = []
-    bench.run(variant, seen=lambda call, given: calls.append((call, given)))
+    calls: list[OwnCall] = []
+    bench.run(variant, own_calls=calls)
     times: list[float] = []
     with torch.no_grad(), torch.cuda.device(bench.device):
         for run in range(WARM_UP + RUNS):

@@ -42,10 +42,10 @@ class Variant:
     filled: tuple[str, ...] = ()
     why: str = ""
 
-    def choose(self, bundle: Bundle, seen: Seen | None = None) -> Callable[[Call], Run]:
+    def choose(self, bundle: Bundle, seen: Seen) -> Callable[[Call], Run]:
         """Return what computes each call of the bundle, for `program.run`.
 
-        ``seen`` is told each call that is this variant's own, with its arguments.
+        ``seen`` is told each call that is this variant's own, with its arguments, before it is run.
         """
 
         def chosen(call: Call) -> Run:
@@ -116,9 +116,8 @@ def stored_reference(bundle: Bundle, call: Call) -> Run:
     return run
 
 
-def _checked(run: Run, call: Call, seen: Seen | None, **arguments: Any) -> tuple[torch.Tensor, ...]:
-    if seen is not None:
-        seen(call, arguments)
+def _checked(run: Run, call: Call, seen: Seen, **arguments: Any) -> tuple[torch.Tensor, ...]:
+    seen(call, arguments)
     made = run(**arguments)
     results = made if isinstance(made, tuple) else (made,)
     if len(results) != len(call.results) or not all(isinstance(t, torch.Tensor) for t in results):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from layerbisect.kernels.replay.bench import Bench, running
+from layerbisect.kernels.replay.bench import Bench, OwnCall, running
 from layerbisect.kernels.replay.bits import changed_rows
-from layerbisect.kernels.replay.bundle import Bundle, Call
+from layerbisect.kernels.replay.bundle import Bundle
 from layerbisect.kernels.replay.judge import Results
 from layerbisect.kernels.replay.report import Variation
 from layerbisect.kernels.replay.variants import GarbageError, Variant
@@ -53,56 +53,51 @@ class _Changes:
         return Variation(int(self._changed.sum()), int(self._seen.sum()), self._most, how)
 
 
-def bounded(bench: Bench, made: Results) -> tuple[Bundle, Results | None]:
-    """Take the first rows or sequences of a bundle, few enough to be run many times.
-
-    Returns ``made`` besides, where that is still its output, and else None.
-    """
+def bounded(bench: Bench) -> Bundle:
+    """Take the first rows or sequences of a bundle, few enough to be run many times."""
     bundle = bench.bundle
     if bench.device != "cpu" or bundle.rows <= CPU_ROWS:
-        return bundle, made
+        return bundle
     ends = torch.tensor(bundle.lengths).cumsum(0)
-    count = max(min(2, len(ends)), int((ends <= CPU_ROWS).sum()))
-    return bundle.only(range(count)), None
+    return bundle.only(range(max(min(2, len(ends)), int((ends <= CPU_ROWS).sum()))))
 
 
-def repeats(bench: Bench, variant: Variant, bundle: Bundle, base: Results, times: int) -> Variation:
-    """Run the same again, until it was run so many ``times``."""
-    changes, rows = _Changes(base, bundle.storage), torch.arange(bundle.rows)
+def repeats(bench: Bench, variant: Variant, part: Bundle, base: Results, times: int) -> Variation:
+    """Run the same again, until it was run so many ``times``; ``base`` is what came first."""
+    changes, rows = _Changes(base, part.storage), torch.arange(part.rows)
     for _ in range(times - 1):
-        changes.compare(rows, bench.run(variant, bundle))
-    return changes.told(f"{times} runs of the same {bundle.rows} rows")
+        changes.compare(rows, bench.run(variant, part))
+    return changes.told(f"{times} runs of the same {part.rows} rows")
 
 
-def batches(bench: Bench, variant: Variant, bundle: Bundle, base: Results) -> Variation | None:
+def batches(bench: Bench, variant: Variant, part: Bundle, whole: Results) -> Variation | None:
     """Run rows, or sequences where rows attend, beside others than in the whole batch.
 
-    None where there is only one, which has no others beside it.
+    ``part`` are the first ones, ``whole`` is what all of them together came to. None where there is
+    only one, which has no others beside it.
     """
-    units = len(bundle.lengths)
-    if units < 2:
+    units, every = len(part.lengths), len(bench.bundle.lengths)
+    if every < 2:
         return None
-    changes = _Changes(base, bundle.storage)
-    alone = _spread(units, ALONE)
-    half = units // 2
+    changes = _Changes({n: t[: part.rows] for n, t in whole.items()}, part.storage)
+    alone, half = _spread(units, ALONE), units // 2
     shuffled = torch.randperm(units, generator=torch.Generator().manual_seed(0)).tolist()
     for some in (*([unit] for unit in alone), range(half), range(half, units), shuffled):
-        changes.compare(_rows_of(bundle, some), bench.run(variant, bundle.only(some)))
-    kind = "sequences" if bundle.attends else "rows"
+        if len(some):
+            changes.compare(_rows_of(part, some), bench.run(variant, part.only(some)))
+    kind = "sequences" if part.attends else "rows"
     return changes.told(
-        f"{len(alone)} of {units} {kind} alone, all in two halves and shuffled, "
-        "against all in one batch"
+        f"{len(alone)} {kind} alone, {units} in two halves and shuffled, against all {every} in "
+        "one batch"
     )
 
 
-def chunks(bench: Bench, variant: Variant, bundle: Bundle) -> Variation | None:
-    """Run the stretch's attention in chunks of the prefill and in decode steps.
+def chunks(bench: Bench, variant: Variant, calls: Sequence[OwnCall]) -> Variation | None:
+    """Run a stretch's attention in chunks of the prefill and in decode steps.
 
-    On the queries, keys and values that the variant itself came to. None where rows do not attend,
-    or attention is not the variant's own.
+    On the queries, keys and values that the variant itself came to in its own ``calls``. None where
+    rows do not attend, or attention is not the variant's own.
     """
-    calls: list[tuple[Call, dict[str, Any]]] = []
-    bench.run(variant, bundle, seen=lambda call, given: calls.append((call, given)))
     found = next((pair for pair in calls if pair[0].operator == "attention"), None)
     if found is None or found[1].get("queries") is not None:
         return None
@@ -112,7 +107,7 @@ def chunks(bench: Bench, variant: Variant, bundle: Bundle) -> Variation | None:
     prompts = _Prompts(given, _spread(len(lengths), CHUNKED), most)
     with running(bench.device):
         whole = prompts.attend(run, [(0, end) for end in prompts.ends])
-        changes = _Changes({"context": whole[1].cpu()}, bundle.storage)
+        changes = _Changes({"context": whole[1].cpu()}, bench.bundle.storage)
         for spans in (*_in_chunks(prompts.ends), *_decoded(prompts.ends)):
             rows, context = prompts.attend(run, spans)
             changes.compare(rows, {"context": context.cpu()})

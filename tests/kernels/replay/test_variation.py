@@ -43,7 +43,7 @@ def test_batches(bundles: dict[str, Bundle]) -> None:
     )
     assert right.batches and right.batches.none and right.batches.of == 64
     assert right.batches.how == (
-        "8 of 64 rows alone, all in two halves and shuffled, against all in one batch"
+        "8 rows alone, 64 in two halves and shuffled, against all 144 in one batch"
     )
     assert by_batch.batches and by_batch.batches.rows == 8
     assert by_batch.repeats and by_batch.repeats.none
@@ -69,7 +69,7 @@ def test_chunks(bundles: dict[str, Bundle]) -> None:
     )
     assert by_chunk.chunks and 50 < by_chunk.chunks.rows < 80
     assert by_chunk.batches and by_chunk.batches.none
-    assert by_chunk.batches.how.startswith("2 of 2 sequences alone")
+    assert by_chunk.batches.how.startswith("2 sequences alone, 2 in two halves")
     assert refusing.chunks is None
     assert refusing.why.startswith("in chunks: no_chunks does not support queries=")
 
