@@ -5,6 +5,7 @@
     with layerbisect.capture(model, "captures/trainer"):
         model(input_ids=ids)
     verdict = layerbisect.bisect("captures/rollout", "captures/trainer", model="models/policy")
+    layerbisect.replay("captures/rollout", model="models/policy", layer=9, operator="attention")
 
     scores = layerbisect.ScoreRecord.open("run.safetensors")
     verdict = layerbisect.judge([scores])
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from layerbisect.bisect.locate import bisect
     from layerbisect.bisect.progress import Progress
+    from layerbisect.bisect.replay import replay
     from layerbisect.bisect.scores.judge import judge
     from layerbisect.bisect.verdict import Verdict
     from layerbisect.captures.capture import capture
@@ -43,6 +45,7 @@ __all__ = [
     "bisect",
     "capture",
     "judge",
+    "replay",
 ]
 
 _HOMES = {
@@ -51,6 +54,7 @@ _HOMES = {
     "Verdict": "layerbisect.bisect.verdict",
     "capture": "layerbisect.captures.capture",
     "judge": "layerbisect.bisect.scores.judge",
+    "replay": "layerbisect.bisect.replay",
 }
 
 

@@ -53,9 +53,9 @@ def replay(
     """
     _check(device, repeats, timeout_s)
     bundle.check()
-    usable, reason = _usable(bundle)
+    usable, reason = usable_part(bundle)
     if reason:
-        return _report(bundle, usable, device, None, (), "inconclusive", reason)
+        return report(bundle, usable, device, None, (), reason)
     with TemporaryDirectory(prefix="layerbisect-") as folder:
         path = Path(folder) / "bundle.safetensors"
         save_bundle(usable, path)
@@ -69,10 +69,7 @@ def replay(
             work(usable, book, device=device, times=repeats, known=known, names=names)
     results = tuple(book.results[n] for n in book.known if names is None or n in names)
     engine = book.engine[0] if book.engine else None
-    status, sentence = conclude(bundle.label, bundle.operator, engine, results, bundle.acquitted)
-    if aside := _aside(bundle, usable):
-        sentence += f"; {aside}"
-    return _report(bundle, usable, device, engine, results, status, sentence)
+    return report(bundle, usable, device, engine, results)
 
 
 def _check(device: str, repeats: int, timeout_s: float) -> None:
@@ -90,7 +87,7 @@ def _check(device: str, repeats: int, timeout_s: float) -> None:
         raise LayerBisectError(f"torch finds {count} GPUs, so {device} is not there; use cpu")
 
 
-def _usable(bundle: Bundle) -> tuple[Bundle, str]:
+def usable_part(bundle: Bundle) -> tuple[Bundle, str]:
     """Take the rows, or sequences where rows attend, with finite input; and why none are judged."""
     for name, weight in bundle.weights.items():
         bad = int((~weight.isfinite()).sum())
@@ -124,15 +121,23 @@ def _aside(bundle: Bundle, usable: Bundle) -> str:
     return f"{count} {what} with NaN or infinity in their input are set aside"
 
 
-def _report(
+def report(
     bundle: Bundle,
     usable: Bundle,
     device: str,
     engine: Errors | None,
     results: tuple[Result, ...],
-    status: Status,
-    sentence: str,
+    reason: str = "",
 ) -> Replay:
+    """Put together what became of a bundle, of which ``usable`` was run.
+
+    ``reason`` says why nothing could be judged.
+    """
+    status: Status = "inconclusive"
+    if not reason:
+        status, reason = conclude(bundle.label, bundle.operator, engine, results, bundle.acquitted)
+        if aside := _aside(bundle, usable):
+            reason += f"; {aside}"
     rows = len(usable.observed)
     return Replay(
         point=bundle.point,
@@ -148,7 +153,7 @@ def _report(
         engine=engine,
         results=results,
         status=status,
-        conclusion=sentence,
+        conclusion=reason,
     )
 
 

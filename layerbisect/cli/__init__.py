@@ -9,6 +9,7 @@ from layerbisect.cli.boundary import Boundary
 from layerbisect.cli.capture import capture
 from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
+from layerbisect.cli.replay import replay
 from layerbisect.cli.scores import scores
 from layerbisect.cli.show import show
 from layerbisect.cli.training import training
@@ -56,8 +57,9 @@ def main() -> None:
       layerbisect scores judge run.safetensors
       layerbisect capture --model policy --tokens answers.jsonl --out captures/trainer
       layerbisect bisect captures/rollout captures/trainer --model policy
+      layerbisect replay captures/rollout --model policy --layer 9 --operator attention
     """
 
 
-for _command in (demo, scores, weights, capture, show, bisect, training, doctor):
+for _command in (demo, scores, weights, capture, show, bisect, replay, training, doctor):
     main.add_command(_command)

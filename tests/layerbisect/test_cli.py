@@ -19,7 +19,17 @@ from layerbisect.cli import main
 from layerbisect.cli.boundary import Boundary
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["demo", "scores", "weights", "capture", "show", "bisect", "training", "doctor"]
+COMMANDS = [
+    "demo",
+    "scores",
+    "weights",
+    "capture",
+    "show",
+    "bisect",
+    "replay",
+    "training",
+    "doctor",
+]
 SCORES = [f"scores {name}" for name in ("collect", "trainer", "judge", "compare", "carry")]
 
 

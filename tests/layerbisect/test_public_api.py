@@ -44,6 +44,7 @@ def test_public_names_are_these() -> None:
         "bisect",
         "capture",
         "judge",
+        "replay",
     ]
     assert layerbisect.__all__ == sorted(layerbisect.__all__)
     assert dir(layerbisect) == layerbisect.__all__

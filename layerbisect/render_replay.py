@@ -1,0 +1,198 @@
+"""Print what replays say: a sentence a stretch, then the engine's own output beside all others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from layerbisect.kernels.replay.deterministic import Pair
+from layerbisect.kernels.replay.report import Errors, Replay, Result, Variation
+from layerbisect.render_deterministic import render_pairs
+from layerbisect.render_text import line, title
+from layerbisect.replay_words import columns, figures
+from layerbisect.wording import count, percent, times
+
+STYLES = {"convicted": "bold red", "acquitted": "bold green", "inconclusive": "bold yellow"}
+_SHOWN = ("ran", "garbage", "unwritten")
+"""States of an implementation that returned something."""
+_LABEL = 9
+_WORST = 5
+
+
+def render_replays(
+    replays: Sequence[Replay],
+    left_out: Mapping[str, str],
+    console: Console,
+    *,
+    pairs: Sequence[Pair] | None = None,
+    verbose: bool = False,
+) -> None:
+    """Print replays in the order of computation, and the points that could not be replayed.
+
+    With ``pairs`` the table of a deterministic mode stands for that of the implementations.
+    ``verbose`` shows both, worst rows, distances in units in the last place, and all that is known
+    of the engine.
+    """
+    _Page(replays, left_out, console, pairs, verbose).print()
+
+
+def headline(replay: Replay) -> str:
+    """Say in one sentence what became of a stretch."""
+    return f"{replay.status}: {replay.point} ({', '.join(replay.covers)}): {replay.conclusion}"
+
+
+class _Page:
+    def __init__(
+        self,
+        replays: Sequence[Replay],
+        left_out: Mapping[str, str],
+        console: Console,
+        pairs: Sequence[Pair] | None,
+        verbose: bool,
+    ) -> None:
+        self.replays = replays
+        self.left_out = left_out
+        self.console = console
+        self.pairs = pairs
+        self.verbose = verbose
+
+    def print(self) -> None:
+        one_line = not self.console.is_terminal
+        for replay in self.replays:
+            text = Text(headline(replay), style=STYLES[replay.status])
+            self.console.print(text, soft_wrap=one_line)
+        if self.pairs is not None:
+            render_pairs(self.pairs, self.console)
+        if self.pairs is None or self.verbose:
+            for replay in self.replays:
+                self._stretch(replay)
+        self._not_run()
+        if self.left_out:
+            title(self.console, "not replayed")
+            for point, why in self.left_out.items():
+                self._line(f"{point}: {why}")
+        self._where()
+
+    def _line(self, text: str, indent: int = 2) -> None:
+        line(self.console, text, indent, hang=2)
+
+    def _fact(self, label: str, text: str) -> None:
+        line(self.console, f"{label:<{_LABEL}} {text}", 2, hang=_LABEL + 1)
+
+    def _stretch(self, replay: Replay) -> None:
+        over = count(replay.rows, "row")
+        if replay.rows_left_out:
+            over += f", {replay.rows_left_out:,} left out"
+        title(self.console, f"{replay.point}  {', '.join(replay.covers)}, {replay.dtype}, {over}")
+        self._engine(replay)
+        shown = [one for one in replay.results if one.state in _SHOWN]
+        if shown:
+            self.console.print()
+            self.console.print(Padding(_table(shown), (0, 0, 0, 2)))
+        for result in shown:
+            self._notes(result)
+
+    def _engine(self, replay: Replay) -> None:
+        facts = dict(replay.engine_facts)
+        named = " ".join(facts.pop(n, "") for n in ("engine", "version")).strip()
+        device = facts.pop("device", "")
+        self._fact(replay.label, f"{named or 'engine unknown'}{device and f' on {device}'}")
+        if self.verbose and facts:
+            self._fact("", ", ".join(f"{name}={value}" for name, value in facts.items()))
+        if replay.engine is None:
+            self._fact("", "what it returned is not known")
+            return
+        for text in figures(replay.engine) + (_details(replay.engine) if self.verbose else []):
+            self._fact("", text)
+
+    def _notes(self, result: Result) -> None:
+        notes = []
+        errors = result.errors
+        if result.state != "ran":
+            notes.append(f"{result.state}{f': {result.why}' if result.why else ''}")
+        elif result.why:
+            notes.append(result.why)
+        if errors is not None and errors.convicted:
+            notes.append(f"beyond rounding: {errors.why}")
+        if result.filled:
+            notes.append(f"{', '.join(result.filled)} by the low-precision reference")
+        if not self.verbose:
+            for note in notes:
+                self._line(f"{result.name}: {note}")
+            return
+        for name in ("repeats", "batches", "chunks"):
+            variation: Variation | None = getattr(result, name)
+            if variation is not None and not variation.none and variation.of:
+                notes.append(
+                    f"{name}: {variation.rows:,} of {count(variation.of, 'row')} change, by up to "
+                    f"{variation.max_ulps:.3g} ulp ({variation.how})"
+                )
+        self._line(f"{result.name}  {result.package}")
+        for note in notes + ([] if errors is None else _details(errors)):
+            self._line(note, 4)
+
+    def _not_run(self) -> None:
+        """Name what could not be run, once for all stretches that it is the same of."""
+        why: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        listed: dict[str, int] = defaultdict(int)
+        for replay in self.replays:
+            for one in replay.results:
+                listed[one.name] += 1
+                if one.state not in _SHOWN:
+                    why[one.state, one.why][one.name].append(replay.point)
+        if why:
+            title(self.console, "did not run")
+        # a kernel that died is more to know of than one that is not installed
+        for (state, reason), names in sorted(why.items(), key=lambda item: item[0][0] != "crashed"):
+            said = [
+                name if len(points) == listed[name] else f"{name} at {', '.join(points)}"
+                for name, points in names.items()
+            ]
+            self._line(f"{', '.join(said)}: {state}{f': {reason}' if reason else ''}")
+
+    def _where(self) -> None:
+        devices = sorted({replay.device for replay in self.replays})
+        text = f"replayed on {', '.join(devices)}"
+        if "cpu" in devices:
+            text += ", where no times are taken"
+            ran = (o for r in self.replays for o in r.results if o.state in _SHOWN)
+            if any("triton" in f"{one.name} {one.package}".lower() for one in ran):
+                text += (
+                    "; Triton's kernels ran under its interpreter, so their bits may differ from a "
+                    "GPU's"
+                )
+        self.console.print()
+        line(self.console, text, 0)
+
+
+def _details(errors: Errors) -> list[str]:
+    relative = ", ".join(f"{name} {value:.3g}" for name, value in errors.relative.items())
+    lines = [f"error over the row's size: {relative}"] if relative else []
+    for fit in errors.fits:
+        lines.append(f"systematic: {fit.name} {fit.coefficient:+.4g} (z {fit.z:+.1f})")
+    shares = [f"{name}: {percent(share)}" for name, share in errors.ulps.items() if share]
+    if shares:
+        lines.append(f"ulp from the right value: {', '.join(shares)}")
+    worst = [f"{w.position} (token {w.token}) {times(w.ratio)}" for w in errors.worst[:_WORST]]
+    if worst:
+        lines.append(f"worst positions: {', '.join(worst)}")
+    return lines
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    table.add_column("\nimplementation", overflow="fold")
+    heads, cells = columns(results)
+    for head in heads:
+        broken = head.replace(" ", "\n") if " " in head else f"\n{head}"
+        table.add_column(broken, justify="right", max_width=14, overflow="fold")
+    for one in results:
+        guilty = one.state != "ran" or (one.errors is not None and one.errors.convicted)
+        name = f"{'>' if guilty else ' '} {one.name}"
+        table.add_row(name, *(cell(one) for cell in cells), style="bold" if guilty else None)
+    return table
