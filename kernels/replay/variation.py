@@ -19,8 +19,8 @@ CPU_ROWS = 64
 ALONE = 8
 """Rows or sequences that are run alone."""
 CHUNKED = 4
-"""Sequences that are run in chunks and decoded, cut after ``CPU_ROWS`` or ``GPU_CHUNKED`` rows."""
-GPU_CHUNKED = 4096
+"""Sequences that are run in chunks and decoded, cut after so many rows on each device."""
+CPU_CHUNKED, GPU_CHUNKED = 256, 4096
 CHUNKS = 3
 DECODED = 8
 """Positions of each of them that are decoded one by one."""
@@ -103,7 +103,7 @@ def chunks(bench: Bench, variant: Variant, calls: Sequence[OwnCall]) -> Variatio
         return None
     call, given = found
     run, lengths = variant.runs["attention"], tuple(given["lengths"])
-    most = CPU_ROWS if bench.device == "cpu" else GPU_CHUNKED
+    most = CPU_CHUNKED if bench.device == "cpu" else GPU_CHUNKED
     prompts = _Prompts(given, _spread(len(lengths), CHUNKED), most)
     with running(bench.device):
         whole = prompts.attend(run, [(0, end) for end in prompts.ends])
