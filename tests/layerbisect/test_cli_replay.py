@@ -58,7 +58,18 @@ def coarse(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(captured: Path, small_moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "norm"
     point = "layers.1.mlp.norm"
-    done = run(captured, "--model", small_moe_dir, "--point", point, REFERENCE, "--export", folder)
+    done = run(
+        captured,
+        "--model",
+        small_moe_dir,
+        "--point",
+        point,
+        REFERENCE,
+        "--rows",
+        24,
+        "--export",
+        folder,
+    )
     assert done.exit_code == 1, done.output
     assert done.stderr == f"wrote {folder / 'repro.py'}\n"
     return folder / "bundle.safetensors"
