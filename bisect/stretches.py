@@ -42,7 +42,7 @@ class Stretch:
         return suffix
 
     def _make(self, suffix: str) -> None:
-        makers: dict[str, Callable[[], None]] = {
+        makers: dict[str, Callable[[], object]] = {
             "attn.norm": lambda: self._norm("input_layernorm", "input", "attn.norm"),
             "attn.q": lambda: self._projected("q"),
             "attn.k": lambda: self._projected("k"),

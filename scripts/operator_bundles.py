@@ -156,7 +156,6 @@ class Maker:
         results: tuple[str, ...] = ("y",),
     ) -> Bundle:
         """Make a bundle of one call; a shape stands for numbers to be drawn."""
-        weights = {n: (w,) if isinstance(w, int) else w for n, w in (weights or {}).items()}
         rows = self.sizes.scored if operator == "logprob" else self.sizes.rows
         word = {"rms_norm": "norm", "add": "residual", "swiglu": "linear", "logprob": "head"}
         return Bundle(
@@ -171,8 +170,8 @@ class Maker:
                 for n, v in inputs.items()
             },
             weights={
-                n: (v if isinstance(v, torch.Tensor) else self._weight(n, v))
-                for n, v in weights.items()
+                n: (v if isinstance(v, torch.Tensor) else self._weight(v))
+                for n, v in (weights or {}).items()
             },
             captured={},
             position=self._position()[:rows],
@@ -186,7 +185,8 @@ class Maker:
         values[:, 5] *= 200
         return {name: values.to(self._storage)}
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _weight(self, size: int | tuple[int, ...]) -> torch.Tensor:
+        shape = (size,) if isinstance(size, int) else size
         drawn = self._normal(*shape)
         scaled = 1 + 0.1 * drawn if len(shape) == 1 else drawn * shape[-1] ** -0.5
         return scaled.to(self._storage)
