@@ -51,10 +51,9 @@ _OPERATORS = "norm, linear, rope, attention, router, experts, combine, residual 
 @click.option(
     "--rows",
     type=Whole(min=1),
-    default=4096,
-    show_default=True,
     metavar="N",
-    help="Take no more rows; where rows attend whole sequences, and at least one.",
+    help="Take no more rows than this, 4096 by default and 512 on a CPU; where rows attend, whole "
+    "sequences and at least one.",
 )
 @click.option(
     "--resume",
@@ -84,7 +83,7 @@ def replay(
     implementations: tuple[str, ...],
     deterministic: str | None,
     requests: str,
-    rows: int,
+    rows: int | None,
     resume: Path | None,
     export: Path | None,
     device: str,
@@ -110,6 +109,7 @@ def replay(
           --export for-the-kernels-owner
       layerbisect replay for-the-kernels-owner/bundle.safetensors --implementation torch
     """
+    from layerbisect.bisect.bundles import ROWS
     from layerbisect.bisect.chosen_bundles import choose
     from layerbisect.bisect.replay_bundles import device_of, replay_all, switched
     from layerbisect.bisect.verdict import plain
@@ -131,7 +131,8 @@ def replay(
             operator=operator,
             point=point,
             requests=requests,
-            rows=rows,
+            # an interpreted kernel takes seconds for what a GPU does in a blink
+            rows=rows or (512 if where == "cpu" else ROWS),
         )
         if export is not None:
             check_export(export, chosen.bundles, implementations, where)
