@@ -29,6 +29,9 @@ def conclude(
     own = sorted(ran, key=lambda one: len(one.filled))
     same = [one.name for one in own if one.reproduces is not None and one.reproduces.exact]
     if engine.convicted:
+        if all(one.name == REFERENCE for one in results):
+            # nobody asked for another
+            return "convicted", _errs(label, engine)
         return "convicted", _convicted(label, operator, engine, ran, guilty, same)
     return "acquitted", _acquitted(label, engine, ran, guilty, same, acquitted)
 
@@ -43,6 +46,11 @@ def _without_engine(label: str, ran: Sequence[Result], guilty: Sequence[str]) ->
     return "acquitted", f"{unknown}: none of {len(ran)} errs beyond rounding"
 
 
+def _errs(label: str, engine: Errors) -> str:
+    where = "" if engine.where == "all rows" else f" ({engine.where})"
+    return f"{label} errs beyond rounding on this input{where}: {engine.why}"
+
+
 def _convicted(
     label: str,
     operator: str,
@@ -51,8 +59,7 @@ def _convicted(
     guilty: Sequence[str],
     same: Sequence[str],
 ) -> str:
-    where = "" if engine.where == "all rows" else f" ({engine.where})"
-    found = f"{label} errs beyond rounding on this input{where}: {engine.why}"
+    found = _errs(label, engine)
     if same:
         return f"{found}; {_return(same)} the same bit for bit, so the fault is " + (
             "theirs" if same[1:] else "that implementation's"
