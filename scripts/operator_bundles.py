@@ -67,7 +67,7 @@ class Maker:
                 {**norm, "residual": "residual"},
                 {**self._stream("x"), **self._stream("residual")},
                 {"weight": s.hidden},
-                {**eps, "rounds_before_weight": False},
+                eps,
             ),
             self._one("qk_norm", "rms_norm", norm, {"x": heads}, {"weight": s.head_dim}, eps),
             self._one("linear", "linear", norm, {"x": hidden}, {"weight": (s.hidden, s.hidden)}),

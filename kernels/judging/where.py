@@ -26,11 +26,13 @@ def describe(
     that agrees best with the excess is told, the first of equals.
     """
     parts = [f.name.rsplit(" ", 1)[0] for f in error.fits if f.name.startswith(_PARTS)]
+    of_a_part = bool(parts) and error.fits[0].name.startswith(_PARTS)
     if not error.far_off:
-        return ", ".join(dict.fromkeys(parts)) or "all rows"
+        # what explains most is of the whole output: its parts are only where it shows most
+        return ", ".join(dict.fromkeys(parts)) if of_a_part else "all rows"
     hit = error.row_ratio > EXCESS_RATIO
     heads, (rows, told) = _heads(error), _rows(hit, position, named)
-    if parts and error.fits[0].name.startswith(_PARTS) and not heads and not told:
+    if of_a_part and not heads and not told:
         # rows in which that part is large
         return ", ".join(dict.fromkeys(parts))
     return ", ".join(place for place in (heads, rows) if place) or "all rows"

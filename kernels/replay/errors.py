@@ -102,8 +102,10 @@ def _named(bundle: Bundle, rows: torch.Tensor, hit: torch.Tensor) -> Iterator[Na
     yield from by_position(bundle.position[rows], hit)
     call = bundle.calls[-1]
     if call.operator == "experts":
-        numbers = torch.tensor([*bundle.expert_numbers, -1])
-        yield from by_expert(numbers[bundle.inputs[call.tensors["ids"]][rows]], hit)
+        ids = bundle.inputs[call.tensors["ids"]][rows]
+        if bundle.expert_numbers:
+            ids = torch.tensor([*bundle.expert_numbers, -1])[ids]
+        yield from by_expert(ids, hit)
 
 
 def _reasons(own: OwnError, beyond: int | None, wrong: int | None) -> Sequence[str]:
