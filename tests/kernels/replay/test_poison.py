@@ -48,9 +48,10 @@ def test_values_that_were_asked_for_stay() -> None:
 
 
 def poisoned() -> bool:
-    # leaves sevens in the memory that is likely to be handed out next
-    torch.full((1000,), 7.0)
-    return bool(torch.empty(1000).isnan().all())
+    # leaves sevens in the memory that is likely to be handed out next, some of it at least
+    del [torch.full((1000,), 7.0) for _ in range(50)][:]
+    held = [torch.empty(1000) for _ in range(50)]
+    return all(bool(one.isnan().all()) for one in held)
 
 
 def test_it_ends_with_the_outermost_block_and_after_an_exception() -> None:
