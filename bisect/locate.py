@@ -25,6 +25,7 @@ from layerbisect.bisect.join import join
 from layerbisect.bisect.live_gap import read_live
 from layerbisect.bisect.next_step import next_step
 from layerbisect.bisect.progress import NoProgress, Progress
+from layerbisect.bisect.recorded import with_record
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.routing_report import GapSplit, Routing
 from layerbisect.bisect.routing_split import split_gap
@@ -38,6 +39,7 @@ from layerbisect.bisect.verdict import (
 )
 from layerbisect.bisect.weigh import Judgement, weigh
 from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.store import Capture
 
 
@@ -49,6 +51,7 @@ def bisect(
     forced: Sequence[str | PathLike[str] | Capture] = (),
     probe: Literal["auto", "scan", "search"] = "auto",
     carried: str | PathLike[str] | None = None,
+    record: ScoreRecord | str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Compare two captures of the same tokens, and say what makes their log-probs differ.
@@ -64,6 +67,8 @@ def bisect(
             of them; ``auto`` scans where that is cheap. The verdict says which was done.
         carried: the file that a live trainer wrote of these captures, with its own layers as the
             tail; it stands in for the reference's, and no boundary is probed.
+        record: the record of A, B and C of the same responses, or its file: it shows what was done
+            to scores after an engine had computed them, which no capture does.
         progress: takes news of what is done and what is left.
 
     Raises:
@@ -87,7 +92,10 @@ def bisect(
         live.check(evidence.budget.predicted_gap, evidence.freedom)
     judgement = Judgement("inconclusive", tuple(reasons)) if evidence is None else weigh(evidence)
     case.progress.done()
-    return _verdict(case, differences, evidence, judgement, split)
+    verdict = _verdict(case, differences, evidence, judgement, split)
+    if record is None:
+        return verdict
+    return with_record(verdict, record, [side.capture for side in case.sides])
 
 
 def _open(

@@ -74,6 +74,7 @@ class _CallableFolder(ModuleType):
         forced: Sequence[str | PathLike[str] | Capture] = (),
         probe: Literal["auto", "scan", "search"] = "auto",
         carried: str | PathLike[str] | None = None,
+        record: str | PathLike[str] | ScoreRecord | None = None,
         progress: Progress | None = None,
     ) -> Verdict:
         """Compare two captures of the same tokens; see `layerbisect.bisect.locate.bisect`."""
@@ -86,6 +87,7 @@ class _CallableFolder(ModuleType):
             forced=forced,
             probe=probe,
             carried=carried,
+            record=record,
             progress=progress,
         )
 

@@ -90,6 +90,16 @@ def score_from_capture(
     return record
 
 
+def captured_scores(record: Sequence[Call], capture: Capture) -> dict[str, NDArray[np.float64]]:
+    """Look each response token's log-prob up in a capture of either engine, by what it has seen.
+
+    Returns for each call its first captured scores, float64 [response], nat; nan for a token that
+    the capture has none of. Raises TrainerError for positions that do not count tokens one by one.
+    """
+    table = _Table.of(capture)
+    return {call.name: table.find(call).take(0) for call in record}
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The scores of one call's response tokens.

@@ -47,6 +47,13 @@ _PATH = click.Path(path_type=Path)
     "of probing with the reference's.",
 )
 @click.option(
+    "--record",
+    type=_PATH,
+    metavar="FILE",
+    help="Record of A, B and C of the same responses (`layerbisect scores collect`): shows what "
+    "was done to scores after an engine had computed them.",
+)
+@click.option(
     "--rollout-requests",
     default="*",
     metavar="PATTERN",
@@ -72,6 +79,7 @@ def bisect(
     forced: tuple[Path, ...],
     probe: str,
     carried: Path | None,
+    record: Path | None,
     rollout_requests: str,
     trainer_requests: str,
     labels: str | None,
@@ -90,6 +98,8 @@ def bisect(
           --rollout-requests 'decode-*' --trainer-requests 'replay-*' --labels decode,prefill
       layerbisect bisect captures/rollout captures/trainer --model policy \\
           --forced captures/forced --forced captures/forced-weights
+      layerbisect bisect captures/rollout captures/trainer --model policy \\
+          --record run.safetensors
     """
     names: list[str | None] = [None, None]
     if labels is not None:
@@ -116,7 +126,13 @@ def bisect(
     mode = cast(Literal["auto", "scan", "search"], probe)
     with shown(console(stderr=True)) as progress:
         verdict = locate(
-            *sides, model=model, forced=forced, probe=mode, carried=carried, progress=progress
+            *sides,
+            model=model,
+            forced=forced,
+            probe=mode,
+            carried=carried,
+            record=record,
+            progress=progress,
         )
     if as_json:
         echo_json(verdict.to_json())

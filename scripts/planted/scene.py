@@ -7,10 +7,12 @@ decode steps over a KV cache, B from a prefill of the same tokens, C from the tr
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +50,7 @@ class Run:
     scores: list[NDArray[np.float64]]
 
 
-@dataclass(slots=True)
+@dataclass
 class Scene:
     """A model in a dtype in both engines, its tokens, and the clean runs of each pass."""
 
@@ -98,13 +100,14 @@ class Scene:
                     engine(input_ids=torch.tensor([ids]), use_cache=False)
         return Run(directory, response_scores(Capture.open(directory), len(self.tokens)))
 
-    def logits(self, side: Side) -> list[torch.Tensor]:
-        """Raw logits that each response token is scored with: float32 [response, vocab] a call."""
-        found = []
+    @cached_property
+    def logits(self) -> dict[Side, list[torch.Tensor]]:
+        """Raw logits of each response token by side, nothing planted; as in `Scored`."""
+        found: dict[Side, list[torch.Tensor]] = {side: [] for side in ENGINES}
         with torch.no_grad():
-            for ids in self.tokens:
+            for side, ids in itertools.product(ENGINES, self.tokens):
                 out = self.engines[side](input_ids=torch.tensor([ids]), use_cache=False)
-                found.append(out.logits[0, PROMPT - 1 : -1].float())
+                found[side].append(out.logits[0, PROMPT - 1 : -1].float())
         return found
 
     def scored(self, runs: Mapping[Pass, Run]) -> Scored:
@@ -118,7 +121,7 @@ class Scene:
         }
         return Scored(
             scores={name: [s.copy() for s in run.scores] for name, run in made.items()},
-            logits={side: self.logits(side) for side in ENGINES},
+            logits=self.logits,
             prompts=[np.array(ids[:PROMPT]) for ids in self.tokens],
             tokens=[np.array(ids[PROMPT:]) for ids in self.tokens],
             definition={},
