@@ -1,4 +1,4 @@
-"""Plant a fault in one layer of a real megatron-core model, as tests/planted_plugin does in SGLang.
+"""Plant a fault in one layer of real megatron-core, as layerbisect.planted_sglang does in SGLang.
 
 Faults act inside the faulty module's own computation, before it rounds, so that the module's
 output is faulty wherever a hook looks. Layers are counted from 0 over the whole model: only the
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.planted_plugin import TRUTH
+from layerbisect.planted_sglang import TRUTH
 
 _AT_THE_END = ("final-norm-weight", "head-scaled")
 

@@ -35,9 +35,9 @@ from typing import Any
 
 from layerbisect.captures.sglang.worker_info import vocabulary_of
 from layerbisect.captures.store import Capture
-from tests.planted_plugin import Fault
+from layerbisect.planted_sglang import FILE, Fault, lay_out
 
-PLANTED = Path(__file__).with_name("planted_plugin.py")
+BROKEN = Path(__file__).with_name("broken_taps.py")
 # about 25 s where nothing else runs
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
@@ -271,8 +271,8 @@ def sglang_server(
         capture: directory for our plugin to capture into; None leaves the plugin inert.
         points: LAYERBISECT_POINTS. requests: LAYERBISECT_REQUESTS. label: LAYERBISECT_LABEL.
         tp: tensor-parallel processes.
-        fault: what the tests' own plugin plants, ``name:layer[=value][:decode]``; '' for nothing at
-            first, and None to do without that plugin.
+        fault: what is planted (layerbisect.planted_sglang), ``name:layer[=value][:decode]``; ''
+            for nothing at first, and None to do without that plugin.
         arguments: more arguments for the server. environment: more variables.
         max_tokens: KV slots.
 
@@ -360,7 +360,7 @@ def _environment(
     if tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
     if fault_file is not None:
-        environment["TEST_FAULT_FILE"] = str(fault_file)
+        environment[FILE] = str(fault_file)
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_install_planted(folder)), *filter(None, [environment.get("PYTHONPATH")])]
         )
@@ -368,17 +368,11 @@ def _environment(
 
 
 def _install_planted(folder: Path) -> Path:
-    """Lay out the tests' plugin as an installed distribution, for its entry point to be found."""
-    site = folder / "site"
-    described = site / "layerbisect_planted-0.dist-info"
-    described.mkdir(parents=True)
-    described.joinpath("METADATA").write_text(
-        "Metadata-Version: 2.1\nName: layerbisect-planted\nVersion: 0\n"
-    )
-    described.joinpath("entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\nlayerbisect_planted = {PLANTED.stem}:register\n"
-    )
-    shutil.copy(PLANTED, site)
+    """Lay out the planting plugin, and the tests' own beside it, as one installed distribution."""
+    site = lay_out(folder / "site")
+    with next(site.glob("*.dist-info")).joinpath("entry_points.txt").open("a") as entry_points:
+        entry_points.write(f"layerbisect_broken_taps = {BROKEN.stem}:register\n")
+    shutil.copy(BROKEN, site)
     return site
 
 

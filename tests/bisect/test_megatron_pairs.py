@@ -14,6 +14,7 @@ from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.store import Capture
 from layerbisect.cli import main
+from layerbisect.planted_sglang import TRUTH
 from tests.bisect.engine_pairs import (
     COARSE_FAULTS,
     LAYOUTS,
@@ -26,7 +27,6 @@ from tests.bisect.engine_pairs import (
     edited,
     without_rank,
 )
-from tests.planted_plugin import TRUTH
 from tests.sglang_server import sglang_installed
 
 pytestmark = [

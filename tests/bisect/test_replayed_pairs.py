@@ -15,8 +15,8 @@ from layerbisect.bisect.own_error import own_errors
 from layerbisect.captures.store import Capture
 from layerbisect.kernels.judging.own_error import OwnError
 from layerbisect.kernels.replay.errors import Yardstick
+from layerbisect.planted_sglang import TRUTH
 from tests.bisect.engine_pairs import ROLLOUT_FAULTS, TRAINER_FAULTS, Rollouts, Trainers
-from tests.planted_plugin import TRUTH
 from tests.sglang_server import sglang_installed
 
 pytestmark = [

@@ -16,7 +16,7 @@ from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.capture import capture
 from layerbisect.captures.store import Capture
 from layerbisect.faults import plant
-from tests.planted_plugin import TRUTH
+from layerbisect.planted_sglang import TRUTH
 from tests.sglang_server import Server, sglang_installed, sglang_server
 
 pytestmark = [

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from layerbisect.models import make_tiny
+from layerbisect.planted_sglang import TRUTH
 from scripts.megatron_engine import JobError, Rank, run_job
 from scripts.megatron_model import Layout
 from tests.planted_megatron import plant
-from tests.planted_plugin import TRUTH
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"

@@ -1,63 +1,12 @@
-"""The tests' own SGLang plugin: it plants a fault in one layer of the model inside a server.
-
-The file that ``TEST_FAULT_FILE`` names says which, ``name:layer[=value][:decode]``, and is read
-again before each pass: one server serves many faults. With ``decode`` the fault shows in decode
-steps alone. Faults act inside the faulty module's own computation, before it rounds, so that the
-module's output is faulty wherever a hook looks.
-
-``TEST_BROKEN_TAPS`` breaks layerbisect's own table instead, as another version of SGLang would.
-"""
+"""How each fault is planted into the model of an SGLang server (`layerbisect.planted_sglang`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRUTH = {
-    "norm-eps": "norm",
-    "norm-weight": "norm",
-    "qk-norm-skipped": "norm",
-    "rope-base": "rope",
-    "rope-shifted": "rope",
-    "softmax-scale": "attention",
-    "sliding-window": "attention",
-    "kv-heads-regrouped": "attention",
-    "o-proj-permuted": "linear",
-    "residual-dropped": "residual",
-    "router-low-precision": "router",
-    "top-k-not-renormalised": "router",
-    "experts-swapped": "experts",
-    "gate-up-swapped": "experts",
-    "final-norm-weight": "norm",
-    "head-scaled": "head",
-}
-"""The operator that each fault is in; the last two are in no layer, whatever layer is named."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A parsed fault."""
-
-    name: str
-    layer: int
-    value: float | None
-    decode: bool
-
-    @classmethod
-    def parse(cls, text: str) -> Fault:
-        """Raises ValueError for what is none."""
-        name, layer, *rest = text.split(":")
-        layer, _, value = layer.partition("=")
-        if name not in TRUTH or rest not in ([], ["decode"]):
-            raise ValueError(f"no such fault: {text!r}")
-        return cls(name, int(layer), float(value) if value else None, rest == ["decode"])
-
-    def of(self, default: float) -> float:
-        """The value that was given, or else ``default``."""
-        return default if self.value is None else self.value
+from layerbisect.planted_sglang import NOT_PLANTED, Fault, said_of
 
 
 class Planter:
@@ -75,12 +24,21 @@ class Planter:
         self._decoding = forward_batch.forward_mode.is_decode()
         wanted = self._file.read_text().strip()
         if wanted != self._planted:
-            while self._undo:
-                self._undo.pop()()
-            if wanted:
-                self._plant(Fault.parse(wanted), runner.model)
-            self._planted = wanted
-            print(f"planted {wanted!r}", flush=True)
+            self._take_back()
+            self._planted, said = wanted, wanted
+            try:
+                if wanted:
+                    self._plant(Fault.parse(wanted), runner.model)
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                # a model that is built otherwise: the server goes on, and nothing is planted
+                self._take_back()
+                said = f"{NOT_PLANTED}{type(error).__name__}: {error}"
+            said_of(self._file).write_text(said)
+            print(f"planted {said!r}", flush=True)
+
+    def _take_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def _plant(self, fault: Fault, model: Any) -> None:
         self.fault = fault
@@ -256,40 +214,3 @@ class Planter:
             return (hidden.float() @ head.weight.float().T * gain).to(hidden.dtype)
 
         self._replace(model.logits_processor, "_compute_lm_head", faulty)
-
-
-def break_taps() -> None:
-    """Let the table name a module that is not there, fail, and show rows of no pass."""
-    from layerbisect.captures.recorder import Tap
-    from layerbisect.captures.sglang import adapter as sglang_adapter
-
-    whole = sglang_adapter.taps
-
-    def fails(*call: Any) -> Any:
-        raise RuntimeError("no such field")
-
-    def broken(layout: Any, num_layers: int, check: Callable[[Any], Any]) -> tuple[Tap, ...]:
-        kept = [
-            tap
-            for tap in whole(layout, num_layers, check)
-            if tap.point not in ("embed", "final_norm") and not tap.point.endswith("attn.out")
-        ]
-        return (
-            *kept,
-            Tap(r"model\.embed_tokens", "embed", lambda args, kwargs, out: check(out[:-1])),
-            Tap(r"model\.norm", "final_norm", fails),
-            Tap(r"model\.layers\.(?P<layer>\d+)\.attention", "layers.{layer}.attn.out", fails),
-        )
-
-    sglang_adapter.taps = broken
-
-
-def register() -> None:
-    """Entry point of ``sglang.srt.plugins``."""
-    if os.environ.get("TEST_BROKEN_TAPS"):
-        break_taps()
-    planter = Planter(Path(os.environ["TEST_FAULT_FILE"]))
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    HookRegistry.register(f"{runner}.forward", planter.forward, HookType.BEFORE)
