@@ -20,7 +20,7 @@ from layerbisect.loading import load_model
 from scripts.planted.fault import ModelFault
 
 Layout = Literal["single", "batched decode"]
-SEQUENCES, PROMPT, RESPONSE = 3, 8, 40
+SEQUENCES, PROMPT, RESPONSE = 4, 8, 40
 """Longer than 32 tokens, for faults that begin there."""
 
 
@@ -94,13 +94,13 @@ class Seen:
     """What a planted fault was seen to change in one layout.
 
     ``clean`` and ``taken`` are the fault's first point, [row, ...] each; ``changed`` bool [row];
-    ``positions`` int64 [row].
+    ``positions`` int32 [row].
     """
 
     clean: NDArray[Any]
     taken: NDArray[Any]
     changed: NDArray[np.bool_]
-    positions: NDArray[np.int64]
+    positions: NDArray[np.int32]
     capture: Capture
 
     @property
@@ -145,13 +145,13 @@ def check_truth(
         fault: planted as the benchmark does, by its form.
         layer: where.
         tmp_path: an empty folder.
-        layouts: to run; by default those of the fault's passes.
+        layouts: to run; by default those of the fault's passes; a trainer decodes nothing.
 
     Returns:
         What was seen in each layout, for checks of its own.
     """
     chosen: dict[str, tuple[Layout, ...]] = {
-        "both": ("single", "batched decode"),
+        "both": ("single", "batched decode") if "rollout" in fault.sides else ("single",),
         "decode": ("batched decode",),
         "prefill": ("single",),
     }
@@ -166,10 +166,9 @@ def check_truth(
         changed = changed_rows(right, taken, point)
         share = changed.mean()
         assert share >= fault.changes, f"{fault.name} changes {share:.3f} of {point} in {layout}"
-        after = engine.run(tmp_path / f"after {layout}", layout)
-        left = wrong_points(right, after)
-        assert not left, f"{fault.name} leaves {left[:3]} changed"
         found[layout] = Seen(
             right.read(point), taken.read(point), changed, right.rows.position, taken
         )
+    left = wrong_points(engine.clean(layout), engine.run(tmp_path / "after", layout))
+    assert not left, f"{fault.name} leaves {left[:3]} changed"
     return found
