@@ -28,6 +28,9 @@ records and captures of one forward differ by how they were printed and read."""
 FEWEST = 16
 """Fewer tokens that both hold tell nothing."""
 
+BETWEEN = ("logprob", "inputs")
+"""Operators between an engine's log-probs and the record."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -72,7 +75,7 @@ def with_record(
     record = record if isinstance(record, ScoreRecord) else ScoreRecord.open(record)
     scored = judge([record])
     kept = tuple(_kept(record, sides, found))
-    scored_culprits = [c for c in scored.culprits if _stays(c, found, kept)]
+    scored_culprits = [w for c in scored.culprits if (w := _weighed(c, found, kept)) is not None]
     told = {c.side for c in scored_culprits}
     scored_culprits += [_of_keeping(k) for k in _not_computed(kept) if k.side not in told]
     culprits = (*found.culprits, *scored_culprits)
@@ -128,12 +131,29 @@ def _not_computed(kept: Sequence[Kept]) -> list[Kept]:
     return [max(wrong[0], key=lambda k: k.mae)]
 
 
-def _stays(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> bool:
-    """Whether what scores convict is more than the captures' own culprits make of them."""
-    if not found.culprits:
-        return True
+def _weighed(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> Culprit | None:
+    """What a culprit of the scores alone becomes where the captures say what was computed.
+
+    Where A and B are changed alike, scores alone blame C, which differs from both.
+    """
+    if culprit.operator not in BETWEEN:
+        return None if found.culprits else culprit
     mine = [k for k in kept if k.side == culprit.side]
-    return culprit.operator is not None and bool(mine) and not all(k.computed for k in mine)
+    if not mine or not all(k.computed for k in mine):
+        return culprit if mine or not found.culprits else None
+    off = _not_computed(kept)
+    if not off:
+        # both kept what they computed, so what happens inside the engines explains the scores
+        return None
+    return replace(
+        culprit,
+        side=off[0].side,
+        evidence=(
+            *culprit.evidence,
+            f"the {culprit.side} kept what it computed, as its capture shows, and the "
+            f"{off[0].side} did not: {off[0].column} is off its capture by {off[0].mae:.4g} nat",
+        ),
+    )
 
 
 def _of_keeping(kept: Kept) -> Culprit:

@@ -77,9 +77,10 @@ class Case:
 class Made:
     """A case's folder, and how large its faults are.
 
-    ``effect`` is what the largest changes in its own engine's scores (mean absolute, nat), ``floor``
-    what the clean engines differ by; ``output`` is the root mean square of what changes at the first
-    wrong point, in units of what one rounding to the dtype makes there. nan where it is not known.
+    ``effect`` is what the largest changes in its own engine's scores (mean absolute, nat), and
+    ``floor`` what the clean engines differ by; ``output`` is the root mean square of what changes
+    at the first wrong point, in units of what one rounding to the dtype makes there. nan where it
+    is not known.
     """
 
     folder: Path
@@ -105,7 +106,9 @@ def make(scene: Scene, case: Case, folder: Path) -> Made:
             if _in(plant, name) and isinstance(plant.what, ModelFault)
         ]
         runs[name] = scene.run(name, folder / f"run-{PASSES.index(name)}", forms)
-    decoding = any(isinstance(p.what, ModelFault) and p.what.passes == "decode" for p in case.plants)
+    decoding = any(
+        isinstance(p.what, ModelFault) and p.what.passes == "decode" for p in case.plants
+    )
     shown: dict[Side, Pass] = {"rollout": "decode" if decoding else "prefill", "trainer": "trainer"}
     for side, name in shown.items():
         (folder / side).symlink_to(runs[name].directory.resolve())

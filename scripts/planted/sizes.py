@@ -128,13 +128,31 @@ def experts_gain(model: Any, layer: int, size: float) -> Iterator[None]:
     def forward(own: Any, hidden: Any, ids: Any, weights: Any) -> Any:
         # in float32 throughout, and rounded once
         up = experts.gate_up_proj.detach().float()
-        with parameter_replaced(experts, "down_proj", wide), parameter_replaced(
-            experts, "gate_up_proj", up
+        with (
+            parameter_replaced(experts, "down_proj", wide),
+            parameter_replaced(experts, "gate_up_proj", up),
         ):
             return own(hidden.float(), ids, weights.float()).to(hidden.dtype)
 
     with forward_replaced(experts, forward):
         yield
+
+
+def router_gain(model: Any, layer: int, size: float) -> AbstractContextManager[None]:
+    """Scale the router's logits by 1 + size before they are rounded; the rest follows."""
+    import torch
+
+    gate = model.model.layers[layer].mlp.gate
+
+    def forward(own: Any, hidden: Any) -> Any:
+        wide = torch.nn.functional.linear(hidden.float(), gate.weight.float()) * (1 + size)
+        logits = wide.to(hidden.dtype)
+        chosen, ids = logits.float().softmax(-1).topk(gate.top_k, -1)
+        if gate.norm_topk_prob:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        return logits, chosen.to(logits.dtype), ids
+
+    return forward_replaced(gate, forward)
 
 
 SIZED: tuple[SizedFault, ...] = (
@@ -181,7 +199,7 @@ SIZED: tuple[SizedFault, ...] = (
         "router logits x (1 + size)",
         "router",
         "mlp.router_logits",
-        lambda model, layer, size: _router_gain(model, layer, size),
+        router_gain,
         "the router's logits are too large",
         dense=None,
     ),
@@ -202,17 +220,3 @@ SIZED: tuple[SizedFault, ...] = (
         none=True,
     ),
 )
-
-
-def _router_gain(model: Any, layer: int, size: float) -> AbstractContextManager[None]:
-    gate = model.model.layers[layer].mlp.gate
-    wide = gate.weight.detach().float() * (1 + size)
-
-    def forward(own: Any, hidden: Any) -> Any:
-        with parameter_replaced(gate, "weight", wide):
-            logits, scores, ids = own(hidden.float())
-        return logits.to(hidden.dtype), scores.to(hidden.dtype), ids
-
-    return forward_replaced(gate, forward)
-
-

@@ -1,0 +1,199 @@
+"""Is the verdict right? Plant faults in real engines, let the locator judge, and publish the count.
+
+::
+
+    python -m scripts.accuracy run --work DIR --part tuning
+    python -m scripts.accuracy page --work DIR --page docs/accuracy.md
+
+``run`` appends one line a case to ``DIR/results.jsonl``, and goes on where it was stopped. The
+locator runs in processes of its own (`scripts.accuracy_locator`) and is told a folder's name alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock, Semaphore
+from typing import Any
+
+import click
+import torch
+
+from layerbisect.models import make_smollm2, make_tiny
+from scripts.planted import plan
+from scripts.planted.case import Case, Made, clear, make
+from scripts.planted.scene import Scene
+
+TINY: dict[str, Any] = dict(
+    layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512
+)
+MODELS = ("tiny Qwen3-MoE", "SmolLM2-135M")
+PARTS = ("tuning", "held out", "all")
+KINDS = {
+    "single": plan.singles,
+    "double": plan.pairs,
+    "control": plan.controls,
+    "size": plan.sizes,
+}
+
+
+class Locator:
+    """A locator's process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "scripts.accuracy_locator"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def locate(self, folder: Path) -> dict[str, Any]:
+        """What it answers about one folder."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{folder}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the locator ended on {folder}: see what it printed")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Benchmark:
+    """Makes cases, lets them be judged in the background, and keeps the results."""
+
+    def __init__(self, work: Path, workers: int) -> None:
+        self.work = work
+        self.results = work / "results.jsonl"
+        self.done = {row["id"] for row in read_results(work)}
+        self._pool = ThreadPoolExecutor(workers)
+        self._locators = [Locator() for _ in range(workers)]
+        self._room = Semaphore(workers + 2)
+        self._lock = Lock()
+        self._number = 0
+
+    def judge(self, scene: Scene, model: str, case: Case) -> Future[None] | None:
+        """Make a case and hand it over; None where it was judged before."""
+        key = f"{model}, {scene.dtype}: {case.kind}: {case.name}"
+        if key in self.done:
+            return None
+        self.done.add(key)
+        self._room.acquire()
+        self._number += 1
+        start = time.perf_counter()
+        made = make(scene, case, self.work / "cases" / f"{time.time_ns():x}")
+        spent = time.perf_counter() - start
+        meta = {
+            "id": key,
+            "kind": case.kind,
+            "model": model,
+            "dtype": scene.dtype,
+            "names": [p.what.name for p in case.plants],
+            "places": [[p.side, p.layer] for p in case.plants],
+            "components": [getattr(p.what, "component", "control") for p in case.plants],
+            "size": case.size,
+            "held_out": case.held_out,
+            "making_seconds": spent,
+        }
+        return self._pool.submit(self._ask, meta, made)
+
+    def _ask(self, meta: dict[str, Any], made: Made) -> None:
+        try:
+            with self._lock:
+                locator = self._locators.pop()
+            answer = locator.locate(made.folder)
+            row = meta | {
+                "truths": [asdict(t) for t in made.truths],
+                "effect": made.effect,
+                "floor": made.floor,
+                "output": made.output,
+                "answer": answer,
+            }
+            with self._lock:
+                self._locators.append(locator)
+                with self.results.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+            clear(made)
+        finally:
+            self._room.release()
+
+    def close(self) -> None:
+        """Wait for all that is asked, and end the locators."""
+        self._pool.shutdown()
+        for locator in self._locators:
+            locator.close()
+
+
+def read_results(work: Path) -> list[dict[str, Any]]:
+    """All results of a work directory, one a case."""
+    path = work / "results.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wanted(scene: Scene, kinds: tuple[str, ...], part: str) -> Iterator[Case]:
+    """The scene's cases of these kinds, of one part or of all."""
+    for kind in kinds:
+        for case in KINDS[kind](scene):
+            if part == "all" or kind == "control" or case.held_out == (part == "held out"):
+                yield case
+
+
+@click.group()
+def main() -> None:
+    """Measure how often the verdict is right."""
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.option("--part", type=click.Choice(PARTS), default="all", show_default=True)
+@click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True)
+@click.option("--model", "models", type=click.Choice(MODELS), multiple=True)
+@click.option("--dtype", "dtypes", type=click.Choice(["bfloat16", "float32"]), multiple=True)
+@click.option("--only", default="", help="Cases whose name holds this text.")
+@click.option("--workers", default=1, show_default=True, help="Locators that run side by side.")
+def run(
+    work: Path,
+    part: str,
+    kinds: tuple[str, ...],
+    models: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    only: str,
+    workers: int,
+) -> None:
+    """Plant, capture and judge every case that has no result yet."""
+    torch.set_num_threads(1)
+    work.mkdir(parents=True, exist_ok=True)
+    benchmark = Benchmark(work, workers)
+    waiting = []
+    for model in models or MODELS:
+        directory = work / model.replace(" ", "-")
+        if not directory.exists():
+            make_tiny(directory, **TINY) if model == MODELS[0] else make_smollm2(directory)
+        for dtype in dtypes or ("bfloat16", "float32"):
+            scene = Scene(directory, dtype, work / f"{directory.name}-{dtype}")
+            for case in wanted(scene, kinds or tuple(KINDS), part):
+                if only in case.name:
+                    asked = benchmark.judge(scene, model, case)
+                    waiting += [asked] if asked else []
+                    click.echo(f"\r{len(waiting)} {case.name:.90}\033[K", nl=False, err=True)
+    for one in waiting:
+        one.result()
+    benchmark.close()
+    click.echo(f"\n{len(waiting)} cases judged into {benchmark.results}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A record of A, B and C beside two captures: who kept another score than an engine computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from layerbisect.bisect.locate import bisect
+from layerbisect.bisect.verdict import Verdict
+from layerbisect.captures.errors import LayerBisectError
+from layerbisect.captures.record.call import Call, RecordInfo, Scoring
+from layerbisect.captures.record.captured import captured_scores
+from layerbisect.captures.record.file import ScoreRecord
+from layerbisect.captures.store import Capture
+from tests.bisect.conftest import Clean
+
+PROMPT = 8
+Change = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+NO_CHANGE: dict[str, Change] = {}
+
+
+def record_of(
+    clean: Clean,
+    rollout: Path,
+    trainer: Path,
+    changes: dict[str, Change] = NO_CHANGE,
+    definition: str = "raw",
+) -> ScoreRecord:
+    """The record that both captures' log-probs make, with some columns changed."""
+    calls = [
+        Call.of(f"call-{n}", ids[:PROMPT], ids[PROMPT:], {"A": np.zeros(len(ids) - PROMPT)})
+        for n, ids in enumerate(clean.tokens)
+    ]
+    sides = {"A": rollout, "B0": rollout, "C0": trainer}
+    found = {c: captured_scores(calls, Capture.open(side)) for c, side in sides.items()}
+    scored = [
+        Call.of(
+            call.name,
+            call.prompt,
+            call.response,
+            {c: changes.get(c, lambda s: s)(found[c][call.name]) for c in sides},
+        )
+        for call in calls
+    ]
+    columns = {c: Scoring(definition=definition) for c in sides}  # type: ignore[arg-type]
+    return ScoreRecord(RecordInfo(columns=columns), scored)
+
+
+def judged(clean: Clean, record: ScoreRecord, rollout: Path | None = None) -> Verdict:
+    return bisect(rollout or clean.rollout, clean.trainer, model=clean.model, record=record)
+
+
+def named(verdict: Verdict) -> list[tuple[int | None, str | None, str]]:
+    return [(c.layer, c.operator, c.side) for c in verdict.culprits]
+
+
+def test_a_true_record_changes_nothing(clean: Clean) -> None:
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer))
+    assert verdict.status == "agree" and verdict.scores is not None
+    assert [r.hypothesis for r in verdict.ruled_out][-3:] == [
+        "A is not what the rollout computed",
+        "B0 is not what the rollout computed",
+        "C0 is not what the trainer computed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "side"), [(("C0",), "trainer"), (("A", "B0"), "rollout"), (("A",), "rollout")]
+)
+def test_a_score_changed_after_it_was_computed(
+    clean: Clean, columns: tuple[str, ...], side: str
+) -> None:
+    changes: dict[str, Change] = {c: lambda s: s - 0.1 for c in columns}
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer, changes))
+    assert named(verdict) == [(None, "logprob", side)]
+    assert verdict.exit_code == 1
+
+
+def test_a_change_without_a_shape_is_told_by_the_capture(clean: Clean) -> None:
+    draw = np.random.default_rng(0)
+    changes: dict[str, Change] = {"C0": lambda s: s + draw.normal(0, 0.3, len(s))}
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer, changes))
+    assert named(verdict) == [(None, "logprob", "trainer")]
+    assert "differs from the log-probs captured" in " ".join(verdict.culprits[0].evidence)
+
+
+def test_what_an_operator_does_to_scores_is_no_second_culprit(clean: Clean, tmp_path: Path) -> None:
+    wrong = clean.engines["rollout"].capture(
+        tmp_path / "wrong", clean.tokens, faults=[("head-scaled", None)]
+    )
+    verdict = judged(clean, record_of(clean, wrong, clean.trainer), wrong)
+    assert named(verdict) == [(None, "head", "rollout")]
+
+
+def test_a_layer_and_a_kept_score_are_two_culprits(clean: Clean, tmp_path: Path) -> None:
+    wrong = clean.engines["rollout"].capture(
+        tmp_path / "wrong", clean.tokens, faults=[("o-proj-permuted", 1)]
+    )
+    record = record_of(clean, wrong, clean.trainer, {"C0": lambda s: np.roll(s, 1)})
+    verdict = judged(clean, record, wrong)
+    assert set(named(verdict)) == {(1, "linear", "rollout"), (None, "logprob", "trainer")}
+
+
+def test_a_record_of_another_run_accuses_nobody(clean: Clean) -> None:
+    draw = np.random.default_rng(0)
+    other = draw.normal(-3, 1, sum(map(len, clean.tokens)))
+    changes: dict[str, Change] = {c: lambda s: s + other[: len(s)] for c in ("A", "B0", "C0")}
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer, changes))
+    assert named(verdict) == []
+    assert any("of different runs" in note for note in verdict.coverage.notes)
+
+
+def test_scores_over_a_temperature_are_not_held_against_raw_ones(clean: Clean) -> None:
+    changes: dict[str, Change] = {c: lambda s: s / 0.9 for c in ("A", "B0", "C0")}
+    record = record_of(clean, clean.rollout, clean.trainer, changes, "temperature")
+    verdict = judged(clean, record)
+    assert named(verdict) == []
+    assert any("were not held against its capture" in note for note in verdict.coverage.notes)
+
+
+def test_other_labels_are_refused(clean: Clean) -> None:
+    record = record_of(clean, clean.rollout, clean.trainer)
+    decode = Capture.open(clean.rollout, label="decode")
+    with pytest.raises(LayerBisectError, match="labelled decode and trainer"):
+        bisect(decode, clean.trainer, model=clean.model, record=record)
