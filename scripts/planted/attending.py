@@ -72,9 +72,10 @@ class Attention:
         return self.own(mask=_additive(self.q, allowed))
 
     def with_keys(self, k: torch.Tensor, v: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """The context with further keys that every row sees, k and v [batch, kv head, more, channel].
+        """The context with further keys that every row sees.
 
-        ``added`` [head or 1, more] is added to their scores.
+        ``k`` and ``v`` are [batch, kv head, more, channel]; ``added`` [head or 1, more] is added to
+        their scores.
         """
         import torch
 
