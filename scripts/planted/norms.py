@@ -55,12 +55,12 @@ def mlp_norms_eps(model: Any, layer: int) -> Iterator[None]:
         yield
 
 
-def _every_norm(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Form:
+def _every_norm(forward: Callable[[Any, torch.Tensor], Any]) -> Form:
     """Make a form in which all norms compute ``forward(norm, hidden)``."""
 
     @contextmanager
     def form(model: Any, layer: int) -> Iterator[None]:
-        def wrapped(norm: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
+        def wrapped(norm: Any, own: Any, hidden: torch.Tensor) -> Any:
             return forward(norm, hidden)
 
         with ExitStack() as stack:
@@ -75,18 +75,19 @@ def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The norm without its weight, in float32."""
     wide = hidden.float()
     mean_square = wide.square().mean(-1, keepdim=True)
-    return wide * torch.rsqrt(mean_square + norm.variance_epsilon)
+    normed: torch.Tensor = wide * torch.rsqrt(mean_square + norm.variance_epsilon)
+    return normed
 
 
-def _one_added(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _one_added(norm: Any, hidden: torch.Tensor) -> Any:
     return (_normed(norm, hidden) * (1 + norm.weight.float())).to(hidden.dtype)
 
 
-def _in_bfloat16(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _in_bfloat16(norm: Any, hidden: torch.Tensor) -> Any:
     return (norm.weight.bfloat16() * _normed(norm, hidden).bfloat16()).to(hidden.dtype)
 
 
-def _cast_last(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _cast_last(norm: Any, hidden: torch.Tensor) -> Any:
     return (norm.weight.float() * _normed(norm, hidden)).to(hidden.dtype)
 
 
@@ -99,7 +100,7 @@ def _attended(block: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch
 def residual_rounded(model: Any, layer: int) -> AbstractContextManager[None]:
     block = model.model.layers[layer]
 
-    def forward(own: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(own: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         mid = hidden_states + _attended(block, hidden_states, kwargs)
         mid = mid.bfloat16().to(mid.dtype)
         return mid + block.mlp(block.post_attention_layernorm(mid))
@@ -109,11 +110,11 @@ def residual_rounded(model: Any, layer: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def norms_of_unrounded_sums(model: Any, layer: int) -> Iterator[None]:
-    def forward(block: Any, own: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(block: Any, own: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         exact = hidden_states.float() + _attended(block, hidden_states, kwargs).float()
         mid = exact.to(hidden_states.dtype)
 
-        def fused(own_norm: Any, rounded: torch.Tensor) -> torch.Tensor:
+        def fused(own_norm: Any, rounded: torch.Tensor) -> Any:
             norm = block.post_attention_layernorm
             return norm.weight * _normed(norm, exact).to(rounded.dtype)
 

@@ -78,7 +78,8 @@ def low_rank(weight: torch.Tensor, seed: str, share: float, rank: int = 2) -> to
     a = drawn(weight, f"{seed}/a", *experts, rank, into)
     update = b @ a
     norms = [torch.linalg.matrix_norm(one, keepdim=True) for one in (weight, update)]
-    return update * (share * norms[0] / norms[1])
+    scaled: torch.Tensor = update * (share * norms[0] / norms[1])
+    return scaled
 
 
 def block_scales(weight: torch.Tensor) -> torch.Tensor:
