@@ -28,6 +28,7 @@ import torch
 from layerbisect.models import make_smollm2, make_tiny
 from scripts.planted import plan
 from scripts.planted.case import Case, Made, clear, make
+from scripts.planted.page import write_page
 from scripts.planted.scene import Scene
 
 TINY: dict[str, Any] = dict(
@@ -188,11 +189,22 @@ def run(
                 if only in case.name:
                     asked = benchmark.judge(scene, model, case)
                     waiting += [asked] if asked else []
-                    click.echo(f"\r{len(waiting)} {case.name:.90}\033[K", nl=False, err=True)
     for one in waiting:
         one.result()
     benchmark.close()
     click.echo(f"\n{len(waiting)} cases judged into {benchmark.results}", err=True)
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.option("--page", "target", type=click.Path(path_type=Path), required=True)
+def page(work: Path, target: Path) -> None:
+    """Write the page from what was judged."""
+    rows = read_results(work)
+    if not rows:
+        raise click.ClickException(f"{work} holds no results; run `accuracy run` first")
+    target.write_text(write_page(rows))
+    click.echo(f"{target}: {len(rows)} cases", err=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from scripts.planted import (
     batching,
     cache,
     controls,
+    decode_attention,
     experts,
     heads,
+    masks,
     norms,
     rope,
     router,
@@ -25,6 +27,7 @@ MODULES: tuple[Any, ...] = (
     norms,
     weights,
     heads,
+    masks,
     attention,
     cache,
     rope,
@@ -34,6 +37,7 @@ MODULES: tuple[Any, ...] = (
     experts,
     scores,
     controls,
+    decode_attention,
 )
 
 

@@ -1,0 +1,96 @@
+"""The benchmark's page: what simpler rules make of the same captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from scripts.planted import figures
+from scripts.planted.figures import Result, share
+from scripts.planted.rules import RULES
+from scripts.planted.sizes import SIZED
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += [
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def sizes_part(results: Sequence[Result]) -> str:
+    sized = [r for r in results if r.kind == "size"]
+    rows = []
+    for dtype in dict.fromkeys(r.row["dtype"] for r in sized):
+        controls = _like([r for r in results if not r.truths], dtype)
+        lowest = {rule: figures.strictest(controls, rule) for rule in RULES}
+        for fault in SIZED:
+            mine = [r for r in sized if r.row["dtype"] == dtype and _sized(r, fault.name)]
+            if not mine:
+                continue
+            cells = [figures.smallest_found(mine, lambda r: r.right["all"])]
+            for rule in RULES:
+                for threshold in (figures.FIXED[rule], lowest[rule]):
+                    cells.append(
+                        figures.smallest_found(
+                            mine,
+                            _by_rule(rule, threshold),
+                        )
+                    )
+            rows.append((fault.name, dtype, *("none" if c is None else f"{c:g}" for c in cells)))
+    head = ["fault", "dtype", "layerbisect"]
+    for rule in RULES:
+        head += [f"{rule} > {figures.FIXED[rule]:g}", f"{rule}, lowest that accuses no control"]
+    return (
+        "The smallest size down to which every size is found (layer, operator and side of "
+        "layerbisect; of the simple rules the layer alone), planted in the middle layer.\n\n"
+        + table(head, rows)
+    )
+
+
+def _sized(result: Result, name: str) -> bool:
+    return str(result.row["names"][0]).rpartition(" ")[0] == name
+
+
+def rules_part(results: Sequence[Result]) -> str:
+    rows = []
+    singles = [r for r in results if r.kind == "single" and r.class_ == "strong"]
+    for dtype in dict.fromkeys(r.row["dtype"] for r in singles):
+        mine, controls = _like(singles, dtype), _like([r for r in results if not r.truths], dtype)
+        rows.append(
+            (dtype, "layerbisect", "", share(mine, lambda r: r.right["layer"]), accused(controls))
+        )
+        for rule in RULES:
+            for threshold in (figures.FIXED[rule], figures.strictest(controls, rule)):
+                blamed = sum(figures.rule_layer(r, rule, threshold) is not None for r in controls)
+                rows.append(
+                    (
+                        dtype,
+                        f"first layer with {rule} above",
+                        f"{threshold:.2g}",
+                        share(
+                            mine,
+                            _by_rule(rule, threshold),
+                        ),
+                        f"{blamed} of {len(controls)}",
+                    )
+                )
+    head = ("dtype", "rule", "threshold", "layer right, strong single faults", "controls accused")
+    return (
+        "On the tiny model. The first threshold of each rule is one that people choose, the second "
+        "the lowest at which it accuses no control, which nobody knows beforehand.\n\n"
+        + table(head, rows)
+    )
+
+
+def _like(results: Iterable[Result], dtype: str) -> list[Result]:
+    return [r for r in results if r.row["dtype"] == dtype and r.row["model"].startswith("tiny")]
+
+
+def accused(controls: Sequence[Result]) -> str:
+    return f"{sum(r.accused for r in controls)} of {len(controls)}"
+
+
+def _by_rule(rule: str, threshold: float) -> Callable[[Result], bool]:
+    return lambda result: figures.rule_right(result, rule, threshold)
