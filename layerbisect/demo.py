@@ -100,7 +100,7 @@ def run_demo(
             f"unknown fault {fault!r}: give {NO_FAULT} or one of {', '.join(FAULTS)}"
         )
     news = progress or NoProgress()
-    with _folder(keep) as folder, _threads(1 if model is None else None):
+    with folder_for(keep) as folder, torch_threads(1 if model is None else None):
         if model is None:
             from layerbisect.models import make_tiny
 
@@ -118,7 +118,7 @@ def run_demo(
 def judged(verdict: Verdict, truth: Truth | None, side: Side) -> Outcome:
     """Hold a verdict against the truth: all that it convicts must be what was planted."""
     if truth is None:
-        return Outcome(verdict, None, verdict.status == "agree")
+        return held_against(verdict, None)
     planted = Planted(
         fault=truth.fault,
         description=FAULTS[truth.fault].description,
@@ -127,6 +127,13 @@ def judged(verdict: Verdict, truth: Truth | None, side: Side) -> Outcome:
         point=truth.point,
         side=side,
     )
+    return held_against(verdict, planted)
+
+
+def held_against(verdict: Verdict, planted: Planted | None) -> Outcome:
+    """Say whether all that a verdict convicts is what was planted, which may be nothing."""
+    if planted is None:
+        return Outcome(verdict, None, verdict.status == "agree")
     right = (
         verdict.status == "divergent"
         and bool(verdict.culprits)
@@ -144,7 +151,11 @@ def _names(culprit: Any, planted: Planted) -> bool:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def folder_for(keep: Path | None) -> Iterator[Path]:
+    """Yield the new or empty directory ``keep``, or one that is deleted at the end.
+
+    Raises LayerBisectError where the directory is in use.
+    """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="layerbisect-demo-") as scratch:
             yield Path(scratch)
@@ -164,7 +175,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def torch_threads(number: int | None) -> Iterator[None]:
     """Let torch use so many threads: a tiny model's steps are too small to share, and on a busy
     machine two threads wait for one another far longer than they compute.
     """

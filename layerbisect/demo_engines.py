@@ -16,7 +16,7 @@ from layerbisect.token_file import TokenSequence
 Side = Literal["rollout", "trainer"]
 NO_FAULT = "none"
 SEQUENCES, PROMPT, LENGTH = 4, 16, 160
-_ENGINES: dict[Side, tuple[str, str]] = {
+ENGINES: dict[Side, tuple[str, str]] = {
     "rollout": ("eager", "eager"),
     "trainer": ("sdpa", "grouped_mm"),
 }
@@ -39,7 +39,7 @@ def capture_both(
 
     truth: Truth | None = None
     sequences: list[TokenSequence] = []
-    for name in _ENGINES:
+    for name in ENGINES:
         news.start(f"loading the {name}", 1)
         engine = _engine(model, name)
         at = Anatomy.of(engine).num_layers // 2 if layer is None else layer
@@ -47,10 +47,10 @@ def capture_both(
             # a fault that cannot be is refused here, before the long part
             with _planted(engine, fault, at):
                 pass
-            sequences = _sample(engine, news)
-            _write_tokens(folder / "tokens.jsonl", sequences)
+            sequences = sample(engine, news)
+            write_tokens(folder / "tokens.jsonl", sequences)
         with _planted(engine, fault if name == side else NO_FAULT, at) as said:
-            _capture(engine, folder / name, name, sequences, news)
+            capture_tokens(engine, folder / name, name, sequences, news)
         truth = said or truth
     return truth
 
@@ -62,14 +62,14 @@ def _planted(engine: Any, fault: str, layer: int) -> AbstractContextManager[Trut
 def _engine(directory: Path, name: Side) -> Any:
     from layerbisect.loading import load_model
 
-    attention, experts = _ENGINES[name]
+    attention, experts = ENGINES[name]
     engine: Any = load_model(directory, dtype="bfloat16", attention=attention)
     if hasattr(engine.config, "num_experts"):
         engine.set_experts_implementation(experts)
     return engine
 
 
-def _sample(engine: Any, news: Progress) -> list[TokenSequence]:
+def sample(engine: Any, news: Progress) -> list[TokenSequence]:
     """Let the model answer prompts of random tokens, at temperature 1."""
     import torch
     from transformers import DynamicCache
@@ -82,8 +82,8 @@ def _sample(engine: Any, news: Progress) -> list[TokenSequence]:
     held, fed = {cache_name(engine): DynamicCache(config=engine.config)}, tokens
     with torch.no_grad():
         for done in range(1, LENGTH - PROMPT + 1):
-            out = engine(input_ids=fed, use_cache=True, **held)
-            chances = out.logits[:, -1].float().softmax(-1)
+            out = engine(input_ids=fed.to(engine.device), use_cache=True, **held)
+            chances = out.logits[:, -1].float().softmax(-1).cpu()
             fed = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, fed), 1)
             news.advance(done)
@@ -91,9 +91,10 @@ def _sample(engine: Any, news: Progress) -> list[TokenSequence]:
     return [TokenSequence(f"s{i}", tuple(ids), PROMPT) for i, ids in enumerate(rows)]
 
 
-def _capture(
+def capture_tokens(
     engine: Any, directory: Path, label: str, sequences: Sequence[TokenSequence], news: Progress
 ) -> None:
+    """Capture all points of ``engine`` on each sequence, one a call."""
     import torch
 
     from layerbisect.captures.capture import capture
@@ -102,10 +103,11 @@ def _capture(
     news.start(f"capturing the {label}", len(sequences))
     with capture(engine, directory, points="all", label=label, names=names), torch.no_grad():
         for done, one in enumerate(sequences, 1):
-            engine(input_ids=torch.tensor([one.ids]), use_cache=False)
+            engine(input_ids=torch.tensor([one.ids], device=engine.device), use_cache=False)
             news.advance(done)
 
 
-def _write_tokens(path: Path, sequences: Sequence[TokenSequence]) -> None:
+def write_tokens(path: Path, sequences: Sequence[TokenSequence]) -> None:
+    """Write a file that `layerbisect.token_file.read_tokens` reads."""
     lines = [json.dumps(asdict(one)) for one in sequences]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
 from layerbisect.cli.replay import replay
 from layerbisect.cli.scores import scores
+from layerbisect.cli.selftest import selftest
 from layerbisect.cli.show import show
 from layerbisect.cli.training import training
 from layerbisect.cli.weights import weights
@@ -54,6 +55,7 @@ def main() -> None:
     \b
     Example:
       layerbisect demo
+      layerbisect selftest
       layerbisect scores judge run.safetensors
       layerbisect capture --model policy --tokens answers.jsonl --out captures/trainer
       layerbisect bisect captures/rollout captures/trainer --model policy
@@ -61,5 +63,16 @@ def main() -> None:
     """
 
 
-for _command in (demo, scores, weights, capture, show, bisect, replay, training, doctor):
+for _command in (
+    demo,
+    selftest,
+    scores,
+    weights,
+    capture,
+    show,
+    bisect,
+    replay,
+    training,
+    doctor,
+):
     main.add_command(_command)

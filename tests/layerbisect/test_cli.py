@@ -21,6 +21,7 @@ from layerbisect.cli.boundary import Boundary
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     "demo",
+    "selftest",
     "scores",
     "weights",
     "capture",
