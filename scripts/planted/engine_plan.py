@@ -1,7 +1,8 @@
 """Which faults are planted in the real engines: what they are called, and the truth of each.
 
-Tests plant them too: see tests/planted_plugin.py for SGLang and tests/planted_megatron.py for
-megatron-core. Where no report gives a fault its size, it has theirs.
+The forms are those of `layerbisect.planted_sglang` and, in megatron-core, of
+tests/planted_megatron.py, and where no report gives a fault its size, it has theirs. Some are
+planted smaller, too: down to what no score shows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from layerbisect.planted_sglang import FORMS, NO_LAYER, TRUTH, Fault
 from scripts.planted.engine_runs import LAYOUTS
 from scripts.planted.fault import Truth
 
@@ -25,6 +27,8 @@ SERVED: dict[int, tuple[str, ...]] = {
         "router-low-precision:3",
         "residual-dropped:5",
         "rope-base:3",
+        "norm-weight:0=1.01",
+        "softmax-scale:5=1.03",
         "softmax-scale:0=1.18:decode",
         "kv-heads-regrouped:3:decode",
         "rope-shifted:5:decode",
@@ -43,6 +47,8 @@ SERVED: dict[int, tuple[str, ...]] = {
         "residual-dropped:0",
         "norm-weight:5",
         "sliding-window:3",
+        "head-scaled:0=1.003",
+        "norm-weight:3=1.003",
         "o-proj-permuted:5:decode",
         "gate-up-swapped:0:decode",
         "sliding-window:0:decode",
@@ -57,6 +63,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "residual-dropped:3",
         "top-k-not-renormalised:5",
         "final-norm-weight:0",
+        "norm-weight:5=1.01",
     ),
     "ep2": (
         # the first rank has experts 0 to 3, and the second 4 to 7
@@ -66,6 +73,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "router-low-precision:0",
         "gate-up-swapped:3",
         "norm-eps:0",
+        "head-scaled:0=1.003",
     ),
     "pp2": (
         "qk-norm-skipped:5",
@@ -74,103 +82,101 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "kv-heads-regrouped:3",
         "rope-shifted:5",
         "o-proj-permuted:0",
+        "softmax-scale:0=1.03",
     ),
 }
 """Planted in megatron-core, by its layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What is the same of a fault wherever it is planted; ``reports`` are public issues."""
-
-    component: str
-    operator: str
-    reports: tuple[str, ...] = ()
-    modelwide: bool = False
-
-
-ABOUT = {
-    "norm-eps": About("input_norm", "norm", ("meta-llama/llama#771",)),
-    "norm-weight": About("input_norm", "norm"),
-    "qk-norm-skipped": About("qk_norm", "norm"),
-    "rope-base": About("rope", "rope"),
-    "rope-shifted": About("positions", "rope"),
-    "softmax-scale": About("attention_core", "attention"),
-    "sliding-window": About("mask", "attention", ("vllm-project/vllm#49795",)),
-    "kv-heads-regrouped": About("attention_core", "attention"),
-    "o-proj-permuted": About("output_projection", "linear"),
-    "residual-dropped": About("residual", "residual"),
-    "router-low-precision": About("router_logits", "router"),
-    "top-k-not-renormalised": About(
-        "routing_weights", "router", ("pytorch/torchtitan#1448", "NVIDIA/Megatron-LM#1593")
-    ),
-    "experts-swapped": About("dispatch_permutation", "experts"),
-    "gate-up-swapped": About("expert_mlp", "experts", ("nntrainer/nntrainer#4194",)),
-    "final-norm-weight": About("final_norm", "norm", modelwide=True),
-    "head-scaled": About("lm_head", "head", modelwide=True),
+COMPONENTS = {
+    "norm-eps": "input_norm",
+    "norm-weight": "input_norm",
+    "qk-norm-skipped": "qk_norm",
+    "rope-base": "rope",
+    "rope-shifted": "positions",
+    "softmax-scale": "attention_core",
+    "sliding-window": "mask",
+    "kv-heads-regrouped": "attention_core",
+    "o-proj-permuted": "output_projection",
+    "residual-dropped": "residual",
+    "router-low-precision": "router_logits",
+    "top-k-not-renormalised": "routing_weights",
+    "experts-swapped": "dispatch_permutation",
+    "gate-up-swapped": "expert_mlp",
+    "final-norm-weight": "final_norm",
+    "head-scaled": "lm_head",
 }
-REPORTED_SIZES = {
+REPORTS: dict[str, tuple[str, ...]] = {
+    "norm-eps": ("meta-llama/llama#771",),
+    "sliding-window": ("vllm-project/vllm#49795",),
+    "top-k-not-renormalised": ("pytorch/torchtitan#1448", "NVIDIA/Megatron-LM#1593"),
+    "gate-up-swapped": ("nntrainer/nntrainer#4194",),
     # (0.1 * m * ln 40 + 1) ** 2 with m = 1 in place of 0.707
     "softmax-scale=1.18": ("NVIDIA/Megatron-LM#1429",),
     # the multiplier of 1.59 is missing
     "softmax-scale=0.629": ("onnxruntime/mobius#548",),
 }
-"""Reports that give the fault's size."""
+"""By the fault's name, with its value where that is the reported size. Most faults have no report
+of their own here: the forms that transformers is given follow the reports more closely."""
+
+
+_PLACES = {
+    "experts-swapped": r"expert {value}, {next}\b",
+    "kv-heads-regrouped": r"heads 1(, | to )2\b",
+    "sliding-window": "positions >= ",
+}
+_DECODED = "decode rows|positions >= "
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault as ``name:layer[=value][:decode]`` gives it."""
+class Planted:
+    """A fault as ``text`` gives it, and what is known of it."""
 
     text: str
 
     @property
-    def name(self) -> str:
-        return self.text.partition(":")[0]
+    def fault(self) -> Fault:
+        """Its parts."""
+        return Fault.parse(self.text)
 
     @property
-    def about(self) -> About:
-        return ABOUT[self.name]
-
-    @property
-    def decode(self) -> bool:
-        return self.text.endswith(":decode")
-
-    @property
-    def _layer_and_value(self) -> tuple[int, str]:
-        layer, _, value = self.text.split(":")[1].partition("=")
-        return int(layer), value
+    def component(self) -> str:
+        """The place, in the reports' words."""
+        return COMPONENTS[self.fault.name]
 
     @property
     def reports(self) -> tuple[str, ...]:
-        _, value = self._layer_and_value
-        return self.about.reports + REPORTED_SIZES.get(f"{self.name}={value}", ())
+        """The public issues that it is a reading of."""
+        name, value = self.fault.name, self.fault.value
+        return REPORTS.get(name, ()) + REPORTS.get(f"{name}={value}", ())
+
+    @property
+    def point(self) -> str:
+        """The first point that comes out wrong."""
+        point = FORMS[self.fault.name][1]
+        return point if self.fault.name in NO_LAYER else f"layers.{self.fault.layer}.{point}"
 
     def truth(self, side: str) -> Truth:
         """What a verdict must say of it."""
-        layer, value = self._layer_and_value
-        where = "decode rows|positions >= " if self.decode else ""
-        if self.name == "experts-swapped":
-            first = int(value or 0)
-            where = rf"expert {first}, {first + 1}\b"
-        elif self.name == "kv-heads-regrouped" and not self.decode:
-            where = r"heads 1(, | to )2\b"
-        elif self.name == "sliding-window" and not self.decode:
-            where = "positions >= "
-        return Truth(None if self.about.modelwide else layer, self.about.operator, side, where)
+        fault = self.fault
+        first = int(fault.of(0))
+        place = _DECODED if fault.decode else _PLACES.get(fault.name, "")
+        place = place.format(value=first, next=first + 1)
+        layer = None if fault.name in NO_LAYER else fault.layer
+        return Truth(layer, TRUTH[fault.name], side, place)
 
 
-def served_faults() -> Iterator[tuple[int, int, Fault, str]]:
+def served_faults() -> Iterator[tuple[int, int, Planted, str]]:
     """Size, run, fault and the trainer's layout of each fault in a server."""
     layouts = tuple(LAYOUTS)
     for size, faults in SERVED.items():
         for number, text in enumerate(faults):
-            yield size, number + 1, Fault(text), layouts[number % len(layouts)]
+            yield size, number + 1, Planted(text), layouts[number % len(layouts)]
 
 
-def trained_faults() -> Iterator[tuple[int, str, str]]:
-    """The server's size, the layout and the text of each fault in megatron-core."""
+def trained_faults() -> Iterator[tuple[int, str, Planted]]:
+    """The server's size, the layout and the fault, of each in megatron-core."""
     sizes = tuple(SERVED)
     for layout, faults in TRAINED.items():
         for number, text in enumerate(faults):
-            yield sizes[number % len(sizes)], layout, text
+            yield sizes[number % len(sizes)], layout, Planted(text)

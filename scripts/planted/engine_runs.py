@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from layerbisect.bisect.join import join
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
+from layerbisect.captures.store import Capture
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import run_job
 from scripts.megatron_model import Layout
@@ -31,6 +36,9 @@ TINY: dict[str, Any] = dict(
 SEQUENCES, PROMPT, RESPONSE = 4, 8, 40
 LAYOUTS = {"one": Layout(), "ep2": Layout(expert=2), "pp2": Layout(pipeline=2)}
 
+SPACING = 2.0**-7
+"""Of bfloat16 at 1."""
+
 Scores = list[list[float]]
 
 
@@ -39,12 +47,14 @@ class Answered:
     """What a server answered in one run.
 
     ``tokens`` holds each sequence's prompt and response, ``generated`` the log-probs (nat) of each
-    response at generation, ``replayed`` those of the prefill replay of the same tokens.
+    response at generation, ``replayed`` those of the prefill replay of the same tokens, and
+    ``unplanted`` those of a replay without the fault.
     """
 
     tokens: list[list[int]]
     generated: Scores
     replayed: Scores
+    unplanted: Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,7 @@ def serve(
             for at, ids in enumerate(others):
                 server.replay(ids, rid=f"run-00-o{at}")
             server.captured()
-        return [dict(tokens=r.tokens, generated=r.generated, replayed=r.replayed) for r in runs]
+        return [asdict(run) for run in runs]
 
     held = _once(folder, ["server", size, list(faults), list(others)], record)
     return Served(folder / "capture", tuple(Answered(**run) for run in held))
@@ -120,16 +130,17 @@ def _answer(server: Any, number: int, fault: str) -> Answered:
         prompts, RESPONSE, rids=[name("g", at) for at in range(SEQUENCES)]
     )
     tokens = [answer.tokens for answer in answers]
-    replays = [server.replay(ids, rid=name("r", at)) for at, ids in enumerate(tokens)]
+    passes = ["r"]
     if fault:
-        server.plant(None)
-        for at, ids in enumerate(tokens):
-            server.replay(ids, rid=name("t", at))
-    return Answered(
-        tokens,
-        [list(answer.output_logprobs) for answer in answers],
-        [list(replay.prompt_logprobs[PROMPT:]) for replay in replays],
-    )
+        passes.append("t")
+    replayed = []
+    for of_pass in passes:
+        if of_pass == "t":
+            server.plant(None)
+        replays = [server.replay(ids, rid=name(of_pass, at)) for at, ids in enumerate(tokens)]
+        replayed.append([list(replay.prompt_logprobs[PROMPT:]) for replay in replays])
+    generated = [list(answer.output_logprobs) for answer in answers]
+    return Answered(tokens, generated, replayed[0], replayed[-1])
 
 
 def _share_prefills(server: Any, clean: Answered) -> None:
@@ -189,11 +200,39 @@ def _once(folder: Path, plan: list[Any], record: Callable[[], list[Any]]) -> lis
     return results
 
 
+def of_responses(scores: Scores) -> Scores:
+    """Of scores of every token but the first of each sequence, those of the response."""
+    return [of_sequence[PROMPT - 1 :] for of_sequence in scores]
+
+
+def apart(one: Scores, other: Scores) -> float:
+    """Mean absolute difference, nat."""
+    return float(np.abs(np.array(one) - np.array(other)).mean())
+
+
+def changed(right: Capture, taken: Capture, point: str, *, decode: bool = False) -> float:
+    """Root mean square of what differs at a point, in roundings to bfloat16 of its values there.
+
+    ``decode`` looks at the rows alone that ``taken`` decoded. nan where the point was not captured.
+    """
+    if not all(point in one.points and one.has(point).all() for one in (right, taken)):
+        return math.nan
+    joined = join(right, taken)
+    rows, others = joined.rollout, joined.trainer
+    if decode:
+        decoded = taken.phases[others] == "decode"
+        rows, others = rows[decoded], others[decoded]
+    values = right.read(point, rows).astype(np.float64)
+    off = taken.read(point, others) - values
+    # a rounding error is spread evenly over half a spacing to either side
+    rounding = np.sqrt(np.square(values).mean() / 12) * SPACING
+    return float(np.sqrt(np.square(off).mean()) / rounding)
+
+
 def save_record(path: Path, run: Answered, trained: Scores) -> Path:
     """Write A, B and C of one run's responses, as those engines scored them.
 
-    Args:
-        trained: log-probs (nat) of every token of each sequence but the first.
+    ``trained`` are the trainer's log-probs (nat) of each response.
     """
     engines = {"A": "sglang", "B0": "sglang", "C0": "megatron-core"}
     columns = {column: Scoring(engine=engine) for column, engine in engines.items()}
@@ -202,7 +241,7 @@ def save_record(path: Path, run: Answered, trained: Scores) -> Path:
         scores: Mapping[str, list[float]] = {
             "A": run.generated[at],
             "B0": run.replayed[at],
-            "C0": trained[at][PROMPT - 1 :],
+            "C0": trained[at],
         }
         calls.append(Call.of(f"call-{at}", ids[:PROMPT], ids[PROMPT:], scores))
     # a record may only gain columns, and this one may be of other runs than the last
