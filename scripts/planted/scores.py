@@ -27,8 +27,8 @@ TRAINER, ROLLOUT, GENERATION = ("C0", "C1"), ("A", "B0", "B1"), ("A",)
 REPLAY = ("B0", "B1")
 DUMMIES = 5
 """Rows that an image adds to the logits and not to the labels."""
-CHUNK = 16
-"""Tokens of a context-parallel chunk: four of them hold a sequence of 64, for two ranks."""
+CHUNKS = 4
+"""Context-parallel chunks of a sequence, for two ranks."""
 CACHED = 32
 """Tokens of a sequence, from its start, that the rollout's prefix cache holds."""
 MISSING = 2
@@ -100,8 +100,9 @@ def _labels_rolled_in_chunks(scored: Scored) -> None:
         tokens = np.concatenate([prompt, response])
         # the row before each token scores it, and the chunk's last row its first token
         rows = np.arange(len(response)) + len(prompt) - 1
-        last = rows % CHUNK == CHUNK - 1
-        return picked(logits, np.where(last, tokens[rows - CHUNK + 1], response))
+        size = len(tokens) // CHUNKS
+        last = rows % size == size - 1
+        return picked(logits, np.where(last, tokens[rows - size + 1], response))
 
     rescored(scored, TRAINER, rescore)
 
@@ -112,9 +113,9 @@ def _chunks_misordered(scored: Scored) -> None:
             known = scored.scores[column][number]
             rows = np.full(len(prompt) + len(known), np.nan)
             rows[len(prompt) - 1 : -1] = known
-            first, *parts, last = np.split(rows, range(CHUNK, len(rows), CHUNK))
+            first, second, third, last = np.array_split(rows, CHUNKS)
             # a rank's two chunks taken for one from the start and one from the end
-            mixed = np.concatenate([first, *parts[1:], last, *parts[:1]])
+            mixed = np.concatenate([first, third, last, second])
             scored.scores[column][number] = mixed[len(prompt) - 1 : -1]
 
 
@@ -122,8 +123,9 @@ def _mask_from_chunk_start(scored: Scored) -> None:
     for column in TRAINER:
         for prompt, values in zip(scored.prompts, scored.scores[column], strict=True):
             rows = np.arange(len(values)) + len(prompt) - 1
-            start = rows[0] // CHUNK * CHUNK
-            mixed = rows < start + CHUNK
+            size = (len(prompt) + len(values)) // CHUNKS
+            start = rows[0] // size * size
+            mixed = rows < start + size
             # as many rows as there are of the response, counted from the chunk's start
             masked = mixed & (rows >= start + mixed.sum())
             values[masked] = 0.0
