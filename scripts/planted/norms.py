@@ -231,6 +231,8 @@ FAULTS: tuple[ModelFault, ...] = (
         reports=("huggingface/transformers#29402",),
         description="embeddings are multiplied by 55.4256 where the model wants 55.5, its rounding",
         layers="none",
+        # half a unit of bfloat16's last place is more, and a model with no scale rounds it away
+        dtypes=("float32",),
         changes=0.9,
     ),
     ModelFault(
