@@ -75,6 +75,12 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
                 "a scale by head and a weight by channel explain it all "
                 f"(what is left is {misfit / rounding:.1f}x rounding)"
             )
+        late = _misfit_of_a_norm(points, suffix, captured, rows, heads, after_rotation=True)
+        if late < MEDIAN_RATIO * rounding:
+            return "norm", (
+                "a norm after the rotation, and not before it, explains it all "
+                f"(what is left is {late / rounding:.1f}x rounding)"
+            )
     return "linear", "neither a rotation nor a norm explains it"
 
 
@@ -130,24 +136,31 @@ def _misfit_of_a_norm(
     values: torch.Tensor,
     rows: torch.Tensor,
     heads: list[int],
+    *,
+    after_rotation: bool = False,
 ) -> float:
     """Fit values = raw * scale[row, head] * weight[channel], and measure what is left.
 
-    Returns the median over rows of what is left, relative to the values' size.
+    The values are turned back first; or, where the norm may have come ``after_rotation``, what was
+    projected is turned. Returns the median over rows of what is left, relative to the values' size.
     """
     positions = torch.from_numpy(points.side.chains.position)
     normed = points.get("attn.norm")
     which = 0 if suffix == "attn.q" else 1
-    raw = points.model.qkv_raw(points.layer, normed, precision=FULL)[which][rows][:, heads].double()
-    turned_back = points.model.rotate(values, positions, inverse=True)[rows][:, heads].double()
+    raw = points.model.qkv_raw(points.layer, normed, precision=FULL)[which]
+    if after_rotation:
+        raw = points.model.rotate(raw, positions)
+    else:
+        values = points.model.rotate(values, positions, inverse=True)
+    raw, values = raw[rows][:, heads].double(), values[rows][:, heads].double()
     weight = torch.ones(raw.shape[2], dtype=raw.dtype)
     for _ in range(_ITERATIONS):
         base = raw * weight
-        scale = _regress(turned_back, base, (-1,))
+        scale = _regress(values, base, (-1,))
         base = raw * scale
-        weight = _regress(turned_back, base, (0, 1))
-    left = (turned_back - raw * scale * weight).square().mean((1, 2)).sqrt()
-    size = turned_back.square().mean((1, 2)).sqrt()
+        weight = _regress(values, base, (0, 1))
+    left = (values - raw * scale * weight).square().mean((1, 2)).sqrt()
+    size = values.square().mean((1, 2)).sqrt()
     return float((left / size.clamp_min(_TINY)).median())
 
 

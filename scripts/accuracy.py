@@ -66,9 +66,10 @@ class Locator:
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin
+        assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 class Benchmark:

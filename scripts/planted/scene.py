@@ -57,13 +57,15 @@ class Scene:
     model: Path
     dtype: str
     folder: Path
+    sequences: int = SEQUENCES
+    response: int = RESPONSE
     engines: dict[Side, Any] = field(init=False)
     tokens: list[list[int]] = field(init=False)
     clean: dict[Pass, Run] = field(init=False)
 
     def __post_init__(self) -> None:
         self.engines = {side: load_engine(self.model, side, self.dtype) for side in ENGINES}
-        self.tokens = sample(self.engines["rollout"])
+        self.tokens = sample(self.engines["rollout"], self.sequences, self.response)
         self.clean = {name: self.run(name, self.folder / f"clean-{name}") for name in PASSES}
 
     @property
@@ -137,7 +139,7 @@ def load_engine(model: Path, side: Side, dtype: str, settings: Mapping[str, str]
     return engine
 
 
-def sample(engine: Any) -> list[list[int]]:
+def sample(engine: Any, sequences: int = SEQUENCES, response: int = RESPONSE) -> list[list[int]]:
     """Let the rollout answer random prompts at temperature 1; the same tokens each time."""
     from transformers import DynamicCache
 
@@ -145,12 +147,12 @@ def sample(engine: Any) -> list[list[int]]:
 
     draw = torch.Generator().manual_seed(0)
     vocab = engine.config.vocab_size
-    tokens = torch.randint(3, vocab - RARE, (SEQUENCES, PROMPT), generator=draw)
-    for row in range(0, SEQUENCES, 2):
+    tokens = torch.randint(3, vocab - RARE, (sequences, PROMPT), generator=draw)
+    for row in range(0, sequences, 2):
         tokens[row, PROMPT // 2] = vocab - 1 - row
     held, fed = {cache_name(engine): DynamicCache(config=engine.config)}, tokens
     with torch.no_grad():
-        for _ in range(RESPONSE):
+        for _ in range(response):
             out = engine(input_ids=fed, use_cache=True, **held)
             fed = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=draw)
             tokens = torch.cat((tokens, fed), 1)
