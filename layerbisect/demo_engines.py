@@ -69,8 +69,8 @@ def _engine(directory: Path, name: Side) -> Any:
     return engine
 
 
-def sample(engine: Any, news: Progress) -> list[TokenSequence]:
-    """Let the model answer prompts of random tokens, at temperature 1."""
+def sample(engine: Any, news: Progress, length: int = LENGTH) -> list[TokenSequence]:
+    """Let the model answer prompts of random tokens, up to ``length`` tokens, at temperature 1."""
     import torch
     from transformers import DynamicCache
 
@@ -78,10 +78,10 @@ def sample(engine: Any, news: Progress) -> list[TokenSequence]:
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(engine.config.vocab_size, (SEQUENCES, PROMPT), generator=generator)
-    news.start("sampling tokens", LENGTH - PROMPT)
+    news.start("sampling tokens", length - PROMPT)
     held, fed = {cache_name(engine): DynamicCache(config=engine.config)}, tokens
     with torch.no_grad():
-        for done in range(1, LENGTH - PROMPT + 1):
+        for done in range(1, length - PROMPT + 1):
             out = engine(input_ids=fed.to(engine.device), use_cache=True, **held)
             chances = out.logits[:, -1].float().softmax(-1).cpu()
             fed = torch.multinomial(chances, 1, generator=generator)

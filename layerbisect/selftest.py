@@ -24,6 +24,8 @@ from layerbisect.selftest_engines import CLEAN, Bench, CannotPlant
 EngineName = Literal["transformers", "sglang"]
 TINY = dict(layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512)
 """The model that is made where none is given."""
+TINY_LENGTH, LENGTH = 160, 64
+"""Tokens a sequence: what is judged of a real model takes as long as it has tokens."""
 
 WANTED = (
     "norm-weight",
@@ -184,7 +186,8 @@ def run_selftest(
 
                 news.start("making a model", 1)
                 model = make_tiny(folder / "model", **TINY)
-            bench = _bench(engine, model, folder, device or _device(), dtype)
+            length = TINY_LENGTH if made else LENGTH
+            bench = _kind(engine)(model, folder, device or _device(), dtype, length)
         with closing(bench):
             with watched() as news:
                 bench.open(news)
@@ -263,12 +266,12 @@ def _judged(
     return Tried(held_against(verdict, planted), seconds, captures)
 
 
-def _bench(engine: EngineName, model: Path, folder: Path, device: str, dtype: str | None) -> Bench:
+def _kind(engine: EngineName) -> type[Bench]:
     if engine == "transformers":
-        return Bench(model, folder, device, dtype)
+        return Bench
     from layerbisect.selftest_server import ServerBench
 
-    return ServerBench(model, folder, device, dtype)
+    return ServerBench
 
 
 def _device() -> str:

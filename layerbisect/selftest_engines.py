@@ -36,6 +36,7 @@ class CannotPlant(LayerBisectError):
 class Bench:
     """Both sides of one model in transformers; ``folder`` gets a numbered directory for each run.
 
+    ``length`` is how many tokens each sequence has, its prompt included.
     Neither the numbers nor anything else that is written says what was planted.
     """
 
@@ -43,6 +44,7 @@ class Bench:
     folder: Path
     device: str
     dtype: str | None
+    length: int
     engine: Any = field(init=False)
     tokens: list[TokenSequence] = field(init=False)
     layers: int = field(init=False)
@@ -56,7 +58,7 @@ class Bench:
         self.engine = load_model(self.model, dtype=self.dtype, device=self.device)
         self.layers = Anatomy.of(self.engine).num_layers
         self._play("rollout")
-        self.tokens = sample(self.engine, news)
+        self.tokens = sample(self.engine, news, self.length)
         write_tokens(self.folder / "tokens.jsonl", self.tokens)
         for side in ENGINES:
             self.capture(side, CLEAN, news)
