@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from layerbisect.bisect.join import join
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
-from layerbisect.captures.store import Capture
 from layerbisect.models import make_tiny
 from scripts.megatron_engine import run_job
 from scripts.megatron_model import Layout
@@ -35,9 +30,6 @@ TINY: dict[str, Any] = dict(
 )
 SEQUENCES, PROMPT, RESPONSE = 4, 8, 40
 LAYOUTS = {"one": Layout(), "ep2": Layout(expert=2), "pp2": Layout(pipeline=2)}
-
-SPACING = 2.0**-7
-"""Of bfloat16 at 1."""
 
 Scores = list[list[float]]
 
@@ -203,30 +195,6 @@ def _once(folder: Path, plan: list[Any], record: Callable[[], list[Any]]) -> lis
 def of_responses(scores: Scores) -> Scores:
     """Of scores of every token but the first of each sequence, those of the response."""
     return [of_sequence[PROMPT - 1 :] for of_sequence in scores]
-
-
-def apart(one: Scores, other: Scores) -> float:
-    """Mean absolute difference, nat."""
-    return float(np.abs(np.array(one) - np.array(other)).mean())
-
-
-def changed(right: Capture, taken: Capture, point: str, *, decode: bool = False) -> float:
-    """Root mean square of what differs at a point, in roundings to bfloat16 of its values there.
-
-    ``decode`` looks at the rows alone that ``taken`` decoded. nan where the point was not captured.
-    """
-    if not all(point in one.points and one.has(point).all() for one in (right, taken)):
-        return math.nan
-    joined = join(right, taken)
-    rows, others = joined.rollout, joined.trainer
-    if decode:
-        decoded = taken.phases[others] == "decode"
-        rows, others = rows[decoded], others[decoded]
-    values = right.read(point, rows).astype(np.float64)
-    off = taken.read(point, others) - values
-    # a rounding error is spread evenly over half a spacing to either side
-    rounding = np.sqrt(np.square(values).mean() / 12) * SPACING
-    return float(np.sqrt(np.square(off).mean()) / rounding)
 
 
 def save_record(path: Path, run: Answered, trained: Scores) -> Path:

@@ -12,11 +12,13 @@ there.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layerbisect.captures.store import Capture
 from scripts.planted.engine_case import EngineCase, Part, write_index
 from scripts.planted.engine_plan import SERVED, Planted, served_faults, trained_faults
 from scripts.planted.engine_runs import (
@@ -24,8 +26,6 @@ from scripts.planted.engine_runs import (
     Answered,
     Served,
     Trained,
-    apart,
-    changed,
     of_responses,
     requests,
     save_record,
@@ -33,6 +33,7 @@ from scripts.planted.engine_runs import (
     small_model,
     train,
 )
+from scripts.planted.engine_sizes import apart, changed, first_changed
 from scripts.planted.fault import held_out
 
 Key = tuple[int, int, str]
@@ -76,12 +77,18 @@ class Recorded:
 def record_cases(folder: Path) -> Iterator[EngineCase]:
     """Record into ``folder`` what is not there yet, and yield the cases that it makes."""
     recorded = record_all(folder)
+    yield from fault_cases(recorded)
+    yield from pass_controls(recorded)
+    yield from layout_controls(recorded)
+
+
+def fault_cases(recorded: Recorded) -> Iterator[EngineCase]:
+    """Cases with a fault, in a server or in megatron-core."""
     for size, run, planted, layout in served_faults():
         yield from _of_server(recorded, size, run, planted, layout)
     for number, (size, layout, planted) in enumerate(trained_faults()):
         # what a trainer is compared with is now a prefill, now what was really generated
         yield _of_trainer(recorded, size, layout, planted, "rrg"[number % 3])
-    yield from _controls(recorded)
 
 
 def record_all(folder: Path) -> Recorded:
@@ -178,18 +185,20 @@ def _of_trainer(
     )
 
 
-def _controls(recorded: Recorded) -> Iterator[EngineCase]:
-    """Runs without a fault: by other passes, layouts and engines."""
+def _control(
+    rollout: Part,
+    trainer: Part,
+    engines: tuple[str, str],
+    recorded: Recorded,
+    reports: tuple[str, ...] = (),
+    record: Path | None = None,
+) -> EngineCase:
+    name, model = f"clean: {engines[0]} against {engines[1]}", recorded.model
+    return EngineCase(name, "", reports, rollout, trainer, record, model, None, engines, False)
 
-    def control(
-        rollout: Part, trainer: Part, *engines: str, reports: tuple[str, ...], record: Any = None
-    ) -> EngineCase:
-        first, second = engines
-        name, model = f"clean: {first} against {second}", recorded.model
-        return EngineCase(
-            name, "", reports, rollout, trainer, record, model, None, (first, second), False
-        )
 
+def pass_controls(recorded: Recorded) -> Iterator[EngineCase]:
+    """Clean runs of each server: its passes against its prefill, and against megatron-core."""
     for size in SERVED:
         server = f"sglang tp{size}"
         for of_pass, word, reports in (
@@ -201,51 +210,84 @@ def _controls(recorded: Recorded) -> Iterator[EngineCase]:
                 ("sgl-project/sglang#34683", "sgl-project/sglang#10721"),
             ),
         ):
-            yield control(
+            yield _control(
                 recorded.rollout(size, 0, of_pass, word.split()[-1]),
                 recorded.rollout(size, 0, "r", "prefill"),
-                f"{server} {word}",
-                f"{server} prefill",
-                reports=reports,
+                (f"{server} {word}", f"{server} prefill"),
+                recorded,
+                reports,
             )
         for layout in LAYOUTS:
             for of_pass, word in (("r", "prefill"), ("g", "decode")):
-                yield control(
+                yield _control(
                     recorded.rollout(size, 0, of_pass),
                     recorded.trainer(layout, (size, 0, "")),
-                    f"{server} {word}",
-                    f"megatron {layout}",
-                    reports=("radixark/Megatron-LM#30", "radixark/Megatron-LM#29"),
-                    record=recorded.record(layout, (size, 0, "")),
+                    (f"{server} {word}", f"megatron {layout}"),
+                    recorded,
+                    ("radixark/Megatron-LM#30", "radixark/Megatron-LM#29"),
+                    recorded.record(layout, (size, 0, "")),
                 )
-    yield control(
+
+
+def layout_controls(recorded: Recorded) -> Iterator[EngineCase]:
+    """Clean runs of the same tokens by one engine in two layouts."""
+    yield _control(
         recorded.rollout(1, 0, "r", "tp1"),
         recorded.rollout(2, 0, "o", "tp2"),
-        "sglang tp1",
-        "sglang tp2",
-        reports=("pytorch/pytorch#144359",),
+        ("sglang tp1", "sglang tp2"),
+        recorded,
+        ("pytorch/pytorch#144359",),
     )
     first, *others = LAYOUTS
     for layout in others:
-        yield control(
+        yield _control(
             recorded.trainer(first, (1, 0, ""), first),
             recorded.trainer(layout, (1, 0, ""), layout),
-            f"megatron {first}",
-            f"megatron {layout}",
-            reports=("NVIDIA-NeMo/RL#4243",) if layout == "ep2" else (),
+            (f"megatron {first}", f"megatron {layout}"),
+            recorded,
+            ("NVIDIA-NeMo/RL#4243",) if layout == "ep2" else (),
         )
+
+
+def untrue(folder: Path) -> Iterator[str]:
+    """Check by bits alone that each fault begins where its truth says; yield what is not so."""
+    recorded = record_all(folder)
+    for size, run, planted, _ in served_faults():
+        whole, taken = (recorded.rollout(size, run, of_pass).open() for of_pass in "tr")
+        # a fault of decode steps leaves the replay as it is
+        yield from _untrue(f"sglang tp{size}", planted, whole, taken, planted.fault.decode)
+    for size, layout, planted in trained_faults():
+        keys = ((size, 0, ""), (size, 0, planted.text))
+        whole, taken = (recorded.trainer(layout, key).open() for key in keys)
+        yield from _untrue(f"megatron {layout}", planted, whole, taken, False)
+
+
+def _untrue(
+    engine: str, planted: Planted, whole: Capture, taken: Capture, hidden: bool
+) -> Iterator[str]:
+    # no capture has logits, so that a fault of the head shows in none
+    hidden = hidden or planted.point not in whole.points
+    found, wanted = first_changed(whole, taken), None if hidden else planted.point
+    if found != wanted:
+        yield f"{engine}: {planted.text} first shows at {found}, not at {wanted}"
 
 
 def main() -> None:
     """Record, and write the indexes."""
     parser = argparse.ArgumentParser(description="Record the benchmark's cases on real engines.")
     parser.add_argument("--work", type=Path, required=True, help="directory to record into")
-    folder: Path = parser.parse_args().work.resolve()
+    parser.add_argument("--check", action="store_true", help="check each truth by bits, too")
+    given = parser.parse_args()
+    folder: Path = given.work.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     cases = list(record_cases(folder))
     write_index(folder, cases)
     planted = sum(case.truth is not None for case in cases)
     print(f"{planted} cases with a fault and {len(cases) - planted} without one in {folder}")
+    if given.check:
+        wrong = list(untrue(folder))
+        print("\n".join(wrong or ["each fault begins where its truth says"]))
+        sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
