@@ -11,6 +11,8 @@ from typing import Any
 from layerbisect.fault_forms import experts_swapped, gate_up_swapped
 from scripts.planted import expert_forms as forms
 from scripts.planted.fault import Control, ModelFault
+from scripts.planted.router_forms import SCALING
+from scripts.planted.routing_forms import everywhere
 
 
 def _fault(
@@ -106,7 +108,7 @@ FAULTS: tuple[ModelFault, ...] = (
         "combine_accumulate",
         forms.output_scaled,
         "sgl-project/sglang-jax#1282",
-        f"one side alone scales what the experts put out by {forms.SCALING:g}",
+        f"one side alone scales what the experts put out by {SCALING:g}",
     ),
     _fault(
         "weights-on-experts-input",
@@ -119,19 +121,19 @@ FAULTS: tuple[ModelFault, ...] = (
 
 CONTROLS: tuple[Control, ...] = (
     Control(
-        "experts added in turn",
+        "experts-added-in-turn",
         "a token's experts are weighted and added in float32, from another slot on in each token",
         ("vllm-project/vllm#45683",),
-        forms.combined_in_turn,
+        everywhere(forms.combined_in_turn),
         # two experts' sum is the same in any order, so in float32 top-2 would show the same bits
         dtypes=("bfloat16",),
         moe_only=True,
     ),
     Control(
-        "weights at the activation",
+        "weights-at-the-activation",
         "experts are weighted before their down projection, and added in order of experts",
         ("radixark/Megatron-LM#30",),
-        forms.weights_at_activation,
+        everywhere(forms.weights_at_activation),
         moe_only=True,
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 from layerbisect.fault_forms import router_low_precision, top_k_not_renormalised
 from scripts.planted import router_forms as forms
 from scripts.planted.fault import Control, ModelFault
+from scripts.planted.routing_forms import everywhere
 
 
 def _logits(name: str, form: Any, report: str, description: str, **more: Any) -> ModelFault:
@@ -124,52 +125,52 @@ FAULTS: tuple[ModelFault, ...] = (
 )
 
 CONTROLS: tuple[Control, ...] = tuple(
-    Control(name, description, (report,), form, dtypes=dtypes, moe_only=True)
+    Control(name, description, (report,), everywhere(form), dtypes=dtypes, moe_only=True)
     for name, form, report, description, dtypes in (
         (
-            "router in float32",
+            "router-in-float32",
             forms.in_float32,
             "vllm-project/vllm#14027",
             "the router of a bfloat16 model computes in float32 and does not round its logits",
             ("bfloat16",),
         ),
         (
-            "near ties before rounding",
+            "experts-chosen-before-rounding",
             forms.chosen_before_rounding,
             "vllm-project/vllm#14027",
             "experts are chosen by logits that are not rounded yet, so near ties may flip",
             ("bfloat16",),
         ),
         (
-            "routing weights by bfloat16 softmax",
+            "routing-weights-by-bfloat16-softmax",
             forms.weights_in_bfloat16,
             "vllm-project/vllm#49927",
             "the weights come from a softmax in bfloat16, in a bfloat16 model",
             ("bfloat16",),
         ),
         (
-            "replayed ids, bfloat16 weights",
+            "replayed-ids-bfloat16-weights",
             forms.weights_in_bfloat16_reordered,
             "radixark/miles#2722",
             "the same experts in another order of slots, with weights from a bfloat16 softmax",
             ("bfloat16",),
         ),
         (
-            "slots in another order",
+            "slots-in-another-order",
             forms.slots_reordered,
             "radixark/miles#2722",
             "a token's experts, with their weights, come least weight first",
             ("bfloat16", "float32"),
         ),
         (
-            "softmax after top-k",
+            "softmax-after-top-k",
             forms.softmax_after_top_k,
             "NVIDIA/Megatron-LM#1593",
             "softmax over the chosen logits instead of over all and then renormalised",
             ("bfloat16", "float32"),
         ),
         (
-            "router gradient detached",
+            "router-gradient-detached",
             forms.gradient_detached,
             "huggingface/transformers#48687",
             "only the backward of the routing weights is wrong",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.fault_tools import forward_replaced
+from scripts.planted.fault import Form
 
 Change = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """Called with the router, its logits [token, expert], the weights and the ids [token, slot] that it
@@ -31,6 +32,27 @@ def rerouted(model: Any, layer: int, change: Change) -> AbstractContextManager[N
         return logits, *change(gate, logits, weights, ids)
 
     return forward_replaced(gate, forward)
+
+
+def everywhere(form: Form) -> Form:
+    """The same in every layer with experts, as an engine that computes otherwise has it."""
+
+    @contextmanager
+    def all_layers(model: Any, layer: int) -> Iterator[None]:
+        routed = routed_layers(model)
+        if not routed:
+            raise LayerBisectError("this difference needs experts; the model has none")
+        with ExitStack() as stack:
+            for number in routed:
+                stack.enter_context(form(model, number))
+            yield
+
+    return all_layers
+
+
+def routed_layers(model: Any) -> list[int]:
+    """Numbers of the layers with experts."""
+    return [i for i, block in enumerate(model.model.layers) if hasattr(block.mlp, "experts")]
 
 
 def probabilities(logits: Any) -> Any:

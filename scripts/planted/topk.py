@@ -9,7 +9,13 @@ from typing import Any
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.fault_tools import forward_replaced
 from scripts.planted.fault import ModelFault
-from scripts.planted.routing_forms import probabilities, rerouted, sparse_mlp, weights_for
+from scripts.planted.routing_forms import (
+    probabilities,
+    rerouted,
+    routed_layers,
+    sparse_mlp,
+    weights_for,
+)
 
 BIAS_STD = 0.1
 """Deviation of the correction bias, on probabilities."""
@@ -97,26 +103,21 @@ def replayed_late(model: Any, layer: int) -> AbstractContextManager[None]:
 
 
 def replayed_from_layer_before(model: Any, layer: int) -> AbstractContextManager[None]:
-    routed, at = _routed(model), _place(model, layer)
+    routed, at = routed_layers(model), _place(model, layer)
     # before the first one an index of -1 finds the last
     return _replayed(model, {layer: routed[at - 1]})
 
 
 def replayed_in_reverse(model: Any, layer: int) -> AbstractContextManager[None]:
-    routed = _routed(model)
+    routed = routed_layers(model)
     _place(model, routed[0] if routed else 0)
     return _replayed(model, dict(zip(routed, reversed(routed), strict=True)))
-
-
-def _routed(model: Any) -> list[int]:
-    """Numbers of the layers with experts."""
-    return [i for i, block in enumerate(model.model.layers) if hasattr(block.mlp, "experts")]
 
 
 def _place(model: Any, layer: int) -> int:
     """Which of the layers with experts a layer is."""
     sparse_mlp(model, layer)
-    routed = _routed(model)
+    routed = routed_layers(model)
     if len(routed) < 2:
         raise LayerBisectError("routes of another layer need two layers with experts")
     return routed.index(layer)
@@ -223,6 +224,7 @@ FAULTS: tuple[ModelFault, ...] = (
         "vllm-project/vllm#42810",
         f"tokens of a call past the first {BUFFER} get the experts of an earlier one",
         passes="prefill",
+        where=rf"positions >= 3[{BUFFER % 10}-9]",
         changes=0.1,
     ),
     _ids(
