@@ -29,6 +29,7 @@ from layerbisect.bisect.recorded import with_record
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.routing_report import GapSplit, Routing
 from layerbisect.bisect.routing_split import split_gap
+from layerbisect.bisect.sensitivity import smallest_faults
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import (
     Coverage,
@@ -179,6 +180,7 @@ def _verdict(
         probe=evidence.probe if evidence else None,
         labels=(case.sides[0].label, case.sides[1].label),
         routing=_routing(evidence, split),
+        sensitivity=smallest_faults(evidence.errors) if evidence else (),
     )
 
 

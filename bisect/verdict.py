@@ -167,11 +167,32 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallestFault:
+    """The smallest fault of one operator that would have been convicted on these rows.
+
+    ``gain`` is a relative one on the operator's output, or of the head on the logits (``of``), in
+    the place where the least would have been seen (``point``, ``layer``; None for what is no
+    layer's): what is larger is seen in all of them. ``layers`` counts those in which the operator
+    was judged and does not err. ``operator`` is None for stretches of several: the gain is then one
+    of what leaves the stretch, in which an operator's own may be diluted.
+    """
+
+    operator: str | None
+    side: str
+    of: Literal["output", "logits"]
+    gain: float
+    point: str
+    layer: int | None
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The whole answer.
 
     ``reasons`` says, in sentences, why the status is what it is. ``scores`` holds the figures where
     A, B and C were judged, and ``routing`` how both sides route, where they show it.
+    ``sensitivity`` says how large a fault of each operator had to be to be seen.
     ``bool(verdict)`` is True when the sides agree.
     """
 
@@ -189,6 +210,7 @@ class Verdict:
     labels: tuple[str, str] = ("rollout", "trainer")
     scores: ScoreReport | None = None
     routing: Routing | None = None
+    sensitivity: tuple[SmallestFault, ...] = ()
     schema: int = field(default=SCHEMA)
 
     def __bool__(self) -> bool:

@@ -15,6 +15,7 @@ from rich.text import Text
 from layerbisect.bisect.verdict import OTHER_WEIGHTS, Culprit, RoundingBudget, Verdict
 from layerbisect.render_layers import differences_table, layers_table
 from layerbisect.render_routing import render_routing
+from layerbisect.render_sensitivity import sensitivity_table, smallest_words
 from layerbisect.render_text import STYLES, line, next_line, title
 from layerbisect.wording import bar, count, listed, nat, percent, times
 
@@ -217,5 +218,11 @@ class _Page:
             one = "partial forward" if probe.tail == "reference" else "forward"
             forwards = f"{count(probe.forwards, one)} of the {probe.tail}"
             self._fact("  probes", f"{probe.mode} ({how}), {forwards}")
+        seen = smallest_words(verdict)
+        if seen:
+            self._fact("  seen", f"the smallest that would have been convicted: {seen}")
         for note in verdict.coverage.notes:
             self._line(f"note: {note}", 2, hang=2)
+        if seen and self.verbose:
+            self._title("smallest fault that would have been convicted")
+            self.console.print(sensitivity_table(verdict))

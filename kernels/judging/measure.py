@@ -18,6 +18,7 @@ from layerbisect.kernels.judging.residuals import (
     row_ratios,
     unit_roundoff,
 )
+from layerbisect.kernels.judging.smallest import smallest_fault
 
 SYSTEMATIC_SIZE = 1e-3
 """A smaller coefficient is no bug that anyone would see."""
@@ -26,6 +27,9 @@ SYSTEMATIC_ROWS = 64
 
 DRAWS = 16
 """Draws of rounding that a row's noise is estimated from before rows in excess alone convict."""
+
+LOGIT_SCALE = "logit scale"
+"""The direction of a log-prob, for which a factor on the output itself means nothing."""
 
 _NAMED_FITS = 5
 
@@ -98,10 +102,11 @@ def measure(output: Output) -> OwnError:
     scale = _noise(output, exact, low, finite)
     error, error_low = (captured - exact).double() / scale, (captured - low).double() / scale
     ratio = row_ratios(error)
+    enough = len(captured) >= SYSTEMATIC_ROWS
+    directions = _directions(output, exact, scale, finite) if enough else []
     fits: list[Fit] = []
-    if len(captured) >= SYSTEMATIC_ROWS:
-        for direction in _directions(output, exact, scale, finite):
-            fits += fits_beyond(direction, error, error_low, z=SYSTEMATIC_Z)
+    for direction in directions:
+        fits += fits_beyond(direction, error, error_low, z=SYSTEMATIC_Z)
     fits = [replace(f, coefficient=f.coefficient * output.units.get(f.name, 1.0)) for f in fits]
     judged = replace(
         judged,
@@ -111,6 +116,13 @@ def measure(output: Output) -> OwnError:
         excess=float((ratio > EXCESS_RATIO).double().mean()),
         fits=tuple(sorted(fits, key=lambda f: -f.explained)[:_NAMED_FITS]),
         row_ratio=ratio,
+        smallest_gain=smallest_fault(
+            _scaled(output, exact, scale, finite),
+            error,
+            error_low,
+            [one for one in directions if one.reduce is _over_all],
+            least=_undone_by_rounding(exact, output.dtype),
+        ),
     )
     if not judged.convicted:
         return judged
@@ -155,6 +167,21 @@ def _noise(
 def _by_head(values: torch.Tensor) -> torch.Tensor:
     """View [row, channel] as [row, 1, channel]."""
     return values if values.ndim == 3 else values[:, None]
+
+
+def _scaled(
+    output: Output, exact: torch.Tensor, scale: torch.Tensor, finite: torch.Tensor
+) -> torch.Tensor:
+    """What a factor moves, in units of noise: one on the output, of a log-prob on its logits."""
+    moved = output.directions.get(LOGIT_SCALE)
+    return (exact if moved is None else _by_head(moved[finite])).double() / scale
+
+
+def _undone_by_rounding(exact: torch.Tensor, dtype: str) -> float:
+    """Return the gain that rounding takes back where the exact values are numbers of the dtype."""
+    kind: torch.dtype = getattr(torch, dtype)
+    copies = torch.equal(exact.to(kind).to(exact.dtype), exact)
+    return unit_roundoff(dtype) if copies else 0.0
 
 
 def _directions(

@@ -57,7 +57,9 @@ class OwnError:
     not observable. ``set_aside`` counts rows whose route is too close to call. ``row_ratio`` [row]
     is each row's error and ``flat_rows`` [row] its place in the layout; ``sample`` is kept for
     convicted operators only; ``parted`` says how q/k norm, rotation and projection were told apart;
-    ``acquitted`` why an error beyond rounding changes nothing.
+    ``acquitted`` why an error beyond rounding changes nothing. ``smallest_gain`` is the smallest
+    relative gain of the output that would have convicted (of a log-prob, a factor on the logits),
+    None where nothing was measured that has a size.
     """
 
     point: str
@@ -78,6 +80,7 @@ class OwnError:
     sample: Sample | None = None
     parted: str = ""
     acquitted: str = ""
+    smallest_gain: float | None = None
 
     @property
     def convicted(self) -> bool:

@@ -17,6 +17,9 @@ import torch
 # prior weight, in channels, of the row's magnitude in the row's noise estimate
 _PRIOR_CHANNELS = 8.0
 _TINY = 1e-300
+_LARGEST_T = 1e6
+# deviations by which chance may be worse than it was
+_SURE = 2.0
 ONE_ROUNDING = 0.4
 """Root mean square error of one correct rounding, in unit roundoffs of the value."""
 ORDER_FREEDOM = 4.0
@@ -144,23 +147,91 @@ def fits_beyond(
     return found
 
 
+def smallest_beyond(
+    direction: Direction,
+    moved: torch.Tensor,
+    error: torch.Tensor,
+    error_low: torch.Tensor,
+    *,
+    z: float,
+) -> float:
+    """Return the smallest size of a bug that `fits_beyond` would have found, whatever its sign.
+
+    ``direction`` has one fit, and ``moved`` [row, head, channel] is what the output moves by in
+    units of its noise if a bug of size one is there: the direction's own, or one that it sees a
+    share of. The bug adds to both fits' coefficients, on top of what chance makes of them, and to
+    what spreads them where it is another direction's. With it the output is rounded anew, so both
+    are taken as any draw of rounding may make them: an engine that agrees with the low-precision
+    reference to the bit no longer does, and what chance makes may be `_SURE` deviations worse. A
+    fit that is beyond chance already is no chance. Infinite where no size is found.
+    """
+    weight = direction.reduce(direction.moved.square())
+    seen, unlike, freedom = _regress(direction.reduce(moved * direction.moved), weight)
+    t = _student(z, freedom)
+    own, apart, reference = (
+        _wide_fit(direction.reduce(one * direction.moved), weight)
+        for one in (error, error_low, error - error_low)
+    )
+    rounding = own[1].maximum(reference[1])
+    spreads = rounding, apart[1].maximum(rounding.hypot(reference[1]))
+    needed = torch.zeros(1, dtype=weight.dtype)
+    for (coefficient, _), spread in zip((own, apart), spreads, strict=True):
+        chance = torch.where(coefficient.abs() <= t * spread, coefficient.abs(), 0.0)
+        chance = chance.maximum(_SURE * spread)
+        # spreads add up to no more than their sum
+        share = (seen.abs() - t * unlike.clamp_min(_TINY)).clamp_min(0.0)
+        by_fit = (t * spread + chance) / share
+        by_size = (direction.least + chance) / seen.abs()
+        needed = needed.maximum(by_fit.maximum(by_size).nan_to_num(nan=torch.inf, posinf=torch.inf))
+    return float(needed)
+
+
+def _wide_fit(along: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coefficients and the largest standard errors [fit] that these may be estimates of."""
+    coefficient, spread, _ = _regress(along, weight)
+    # a few rows may make most of it: the fourth powers say how well it is known
+    fourth = (along - coefficient * weight).pow(4).sum(0).sqrt()
+    wide = spread.square() + _SURE * fourth / weight.sum(0).clamp_min(_TINY).square()
+    return coefficient, wide.sqrt().clamp_min(_TINY)
+
+
 def _fit(along: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Coefficients and normal deviates [fit] of regressions through zero over rows.
 
     ``along`` and ``weight`` [row, fit] are the products of direction with error and with itself.
+    The Student t of `_regress` is turned into a normal deviate (Wallace 1959).
+    """
+    coefficient, spread, freedom = _regress(along, weight)
+    t = (coefficient / spread.clamp_min(_TINY)).clamp(-_LARGEST_T, _LARGEST_T)
+    spare = freedom.clamp_min(1.0)
+    deviate = _wallace(spare) * (spare * (t.square() / spare).log1p()).sqrt()
+    return coefficient, torch.where(freedom >= 1, deviate * t.sign(), 0.0)
+
+
+def _regress(
+    along: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients, standard errors and degrees of freedom [fit].
+
     The standard error is the one that holds when errors within a row depend on one another
     (cluster-robust; Liang and Zeger 1986). A few heavy rows can be all that determines a fit, so
-    its Student t has the degrees of freedom of the effective number of rows (Kish 1965), and is
-    turned into a normal deviate (Wallace 1959).
+    its degrees of freedom are those of the effective number of rows (Kish 1965).
     """
     total = weight.sum(0).clamp_min(_TINY)
     coefficient = along.sum(0) / total
     spread = (along - coefficient * weight).square().sum(0).sqrt() / total
-    freedom = total.square() / weight.square().sum(0).clamp_min(_TINY) - 1
-    t = (coefficient / spread.clamp_min(_TINY)).clamp(-1e6, 1e6)
+    return coefficient, spread, total.square() / weight.square().sum(0).clamp_min(_TINY) - 1
+
+
+def _student(z: float, freedom: torch.Tensor) -> torch.Tensor:
+    """Student t with the normal deviate ``z``: infinite where there is none below the largest."""
     spare = freedom.clamp_min(1.0)
-    deviate = (8 * spare + 1) / (8 * spare + 3) * (spare * (t.square() / spare).log1p()).sqrt()
-    return coefficient, torch.where(freedom >= 1, deviate * t.sign(), 0.0)
+    t = (spare * ((z / _wallace(spare)).square() / spare).expm1()).sqrt()
+    return torch.where((freedom >= 1) & (t < _LARGEST_T), t, torch.inf)
+
+
+def _wallace(freedom: torch.Tensor) -> torch.Tensor:
+    return (8 * freedom + 1) / (8 * freedom + 3)
 
 
 def unique_rows(values: torch.Tensor) -> torch.Tensor:

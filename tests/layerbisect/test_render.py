@@ -18,6 +18,7 @@ from layerbisect.bisect.verdict import (
     Probe,
     RoundingBudget,
     RuledOut,
+    SmallestFault,
     Verdict,
 )
 from layerbisect.render import headline, render_verdict
@@ -279,6 +280,45 @@ def test_differences_are_shown_on_demand() -> None:
     assert table[2].split()[-3:] == ["97", "1312", "2"]
     whole = verdict(differences=verdict().differences[:1])
     assert "not finite" not in rendered(whole, verbose=True)
+
+
+SEEN = (
+    SmallestFault("norm", "rollout", "output", 0.00101, "layers.3.mlp.norm", 3, 16),
+    SmallestFault("linear", "rollout", "output", 0.00102, "layers.0.attn.q", 0, 16),
+    SmallestFault("attention", "rollout", "output", 0.0021, "layers.9.attn.context", 9, 15),
+    SmallestFault("head", "rollout", "logits", 0.0012, "logprob", None, 0),
+    SmallestFault("linear", "trainer", "output", 1.6e-6, "layers.2.attn.q", 2, 16),
+    SmallestFault("attention", "trainer", "output", 0.004, "layers.2.attn.context", 2, 16),
+    SmallestFault("head", "trainer", "logits", 8e-7, "logprob", None, 0),
+)
+
+
+def test_the_smallest_fault_that_would_have_been_seen_is_told() -> None:
+    page = rendered(verdict(sensitivity=SEEN), width=200)
+    (said,) = [one for one in page.split("\n") if one.startswith("  seen")]
+    assert said.endswith(
+        "that would have been convicted: a gain of 0.1 % in norm of the rollout, linear; 0.4 % in "
+        "attention; a factor on the logits off by 0.12 %"
+    )
+    assert "least seen at" not in page and "seen" not in rendered(verdict())
+    table = rendered(verdict(sensitivity=SEEN), verbose=True).split("least seen at")[1].split("\n")
+    assert len(table) > len(SEEN)
+    assert table[3].split() == [
+        "attention", "rollout", "0.21", "%", "output", "15", "layers", "layers.9.attn.context",
+    ]  # fmt: skip
+
+
+def test_what_several_operators_hide_and_the_final_norm_are_told_apart() -> None:
+    coarse = tuple(
+        one
+        for side in ("rollout", "trainer")
+        for one in (
+            SmallestFault(None, side, "output", 0.0045, "layers.1.input", 0, 4),
+            SmallestFault("norm", side, "output", 0.0003, "final_norm", None, 0),
+        )
+    )
+    page = rendered(verdict(sensitivity=coarse), width=200)
+    assert "a gain of 0.03 % in final norm; 0.45 % of what leaves several operators in one" in page
 
 
 def test_numbers_in_words() -> None:
