@@ -35,6 +35,8 @@ TINY: dict[str, Any] = dict(
     layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512
 )
 MODELS = ("tiny Qwen3-MoE", "SmolLM2-135M")
+LENGTHS = {"tiny Qwen3-MoE": (6, 56), "SmolLM2-135M": (3, 40)}
+"""Sequences, and tokens of each response."""
 PARTS = ("tuning", "held out", "all")
 KINDS = {
     "single": plan.singles,
@@ -185,7 +187,8 @@ def run(
         if not directory.exists():
             make_tiny(directory, **TINY) if model == MODELS[0] else make_smollm2(directory)
         for dtype in dtypes or ("bfloat16", "float32"):
-            scene = Scene(directory, dtype, work / f"{directory.name}-{dtype}")
+            folder = work / f"{directory.name}-{dtype}"
+            scene = Scene(directory, dtype, folder, *LENGTHS[model])
             for case in wanted(scene, kinds or tuple(KINDS), part):
                 if only in case.name:
                     asked = benchmark.judge(scene, model, case)

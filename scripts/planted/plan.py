@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from scripts.planted.sizes import SIZED, SIZES
 
 PAIRS = 120
 """Pairs of faults in one scene, a third of each kind of pair."""
+DEEP = 12
+"""A model of more layers is costly: each fault in one place of it, and a tenth of the pairs."""
 
 
 def layers_of(scene: Scene) -> tuple[int, ...]:
@@ -26,7 +29,10 @@ def singles(scene: Scene) -> Iterator[Case]:
     for fault in MODEL_FAULTS:
         if scene.dtype not in fault.dtypes:
             continue
-        for plant in places(scene, fault):
+        where = list(places(scene, fault))
+        if scene.layers > DEEP and where:
+            where = [where[_number(fault.name) % len(where)]]
+        for plant in where:
             yield Case("single", (plant,))
     for scored in SCORE_FAULTS:
         side: Side = "trainer" if scored.columns[0].startswith("C") else "rollout"
@@ -36,13 +42,16 @@ def singles(scene: Scene) -> Iterator[Case]:
 def controls(scene: Scene) -> Iterator[Case]:
     """Each harmless difference, on either side."""
     for control in CONTROLS:
-        if scene.dtype in control.dtypes:
-            for side in SIDES:
-                yield Case("control", (Plant(control, side),))
+        if scene.dtype not in control.dtypes or (control.moe_only and not scene.sparse(0)):
+            continue
+        for side in SIDES if scene.layers <= DEEP else (SIDES[_number(control.name) % 2],):
+            yield Case("control", (Plant(control, side),))
 
 
 def sizes(scene: Scene) -> Iterator[Case]:
     """Each fault that comes in sizes, in the middle layer, on the rollout's side."""
+    if scene.layers > DEEP:
+        return
     middle = scene.layers // 2
     for sized in SIZED:
         for size in SIZES:
@@ -58,8 +67,8 @@ def pairs(scene: Scene) -> Iterator[Case]:
     pool = [f for f in pool if scene.dtype in f.dtypes]
     found: set[str] = set()
     kinds = ("two layers", "two operators", "two sides")
-    tries = 0
-    while len(found) < PAIRS and tries < 50 * PAIRS:
+    tries, wanted = 0, PAIRS if scene.layers <= DEEP else PAIRS // 10
+    while len(found) < wanted and tries < 50 * PAIRS:
         tries += 1
         one, other = draw.sample(pool, 2)
         first, second = draw.sample(layers_of(scene), 2)
@@ -89,6 +98,10 @@ def places(scene: Scene, fault: ModelFault) -> Iterator[Plant]:
             plant = Plant(fault, side, layer)
             if _can_be(scene, plant):
                 yield plant
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name[::-1].encode()).digest()[:4], "little")
 
 
 def _can_be(scene: Scene, plant: Plant) -> bool:
