@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
-from layerbisect.bisect.verdict import PointDifference
 from layerbisect.captures.errors import LayerBisectError, ModelDirectoryError
-from layerbisect.captures.points import all_points, boundary, parse
+from layerbisect.captures.points import boundary, parse
 from layerbisect.captures.store import Capture
 
 MIN_ROWS = 16
@@ -125,33 +124,6 @@ def missing_boundaries(side: Side, num_layers: int) -> str | None:
         f"{side.label} was to hold {missing[0]} and does not{more}; "
         f"see `layerbisect show {side.capture.directory}` for why"
     )
-
-
-def nonfinite(sides: tuple[Side, Side], differences: Iterable[PointDifference]) -> str | None:
-    """Name the first point, in the order of computation, that is not finite on a side."""
-    compared = {difference.point: difference.nonfinite for difference in differences}
-    info = sides[0].capture.info
-    for name in all_points(info.num_layers, info.moe_layers):
-        # a row of logits may be padded with minus infinity; an ID is always finite
-        if compared.get(name) == 0 or name == "logits" or name.endswith("expert_ids"):
-            continue
-        bad = {side.label: count for side in sides if (count := _nonfinite_rows(side, name))}
-        if bad:
-            owners = " and ".join(f"{count} rows of {label}" for label, count in bad.items())
-            return (
-                f"{name} holds NaN or infinity in {owners}, and is the first point that does; "
-                "nothing after it can be judged"
-            )
-    return None
-
-
-def _nonfinite_rows(side: Side, name: str) -> int:
-    rows = np.unique(side.index)
-    rows = rows[side.holds(name, rows)]
-    if not len(rows):
-        return 0
-    values = side.values(name, rows)
-    return int((~np.isfinite(values).reshape(len(rows), -1).all(1)).sum())
 
 
 def _sizes(capture: Capture) -> dict[str, int]:

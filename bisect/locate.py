@@ -18,12 +18,12 @@ from layerbisect.bisect.gate import (
     check_model_fits,
     check_same_model,
     missing_boundaries,
-    nonfinite,
     too_little,
 )
 from layerbisect.bisect.join import join
 from layerbisect.bisect.live_gap import read_live
 from layerbisect.bisect.next_step import next_step
+from layerbisect.bisect.nonfinite import first_nonfinite
 from layerbisect.bisect.progress import NoProgress, Progress
 from layerbisect.bisect.recorded import with_record
 from layerbisect.bisect.reference import ReferenceModel
@@ -87,11 +87,13 @@ def bisect(
     differences = point_differences(
         case.sides, case.joined, case.model.config.experts, case.progress
     )
-    reasons = _gates(case, differences)
-    evidence = None if reasons else gather(case, probe, live.carried if live else None)
-    if live is not None and evidence is not None:
-        live.check(evidence.budget.predicted_gap, evidence.freedom)
-    judgement = Judgement("inconclusive", tuple(reasons)) if evidence is None else weigh(evidence)
+    evidence = None
+    judgement = _gates(case, differences)
+    if judgement is None:
+        evidence = gather(case, probe, live.carried if live else None)
+        if live is not None:
+            live.check(evidence.budget.predicted_gap, evidence.freedom)
+        judgement = weigh(evidence)
     case.progress.done()
     verdict = _verdict(case, differences, evidence, judgement, split)
     if record is None:
@@ -140,13 +142,18 @@ def _open(
     return Case(reference, sides, joined, progress, str(model))
 
 
-def _gates(case: Case, differences: Sequence[PointDifference]) -> list[str]:
-    """Say, in sentences, why nothing can be judged; empty where it can."""
+def _gates(case: Case, differences: Sequence[PointDifference]) -> Judgement | None:
+    """Say why the evidence cannot be gathered, None where it can."""
     usable = int(case.joined.chains.fresh.sum())
     reasons = too_little(len(case.joined), usable, len(differences))
     reasons += [m for side in case.sides if (m := missing_boundaries(side, case.layers))]
-    not_finite = nonfinite(case.sides, differences)
-    return reasons + ([not_finite] if not_finite else [])
+    found = first_nonfinite(case.sides, differences)
+    if found is None:
+        return Judgement("inconclusive", tuple(reasons)) if reasons else None
+    culprit = None if reasons else found.culprit(case.model)
+    if culprit is None:
+        return Judgement("inconclusive", (*reasons, found.sentence))
+    return Judgement("divergent", (found.sentence,), (culprit,))
 
 
 def _verdict(

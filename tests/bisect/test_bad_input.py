@@ -22,6 +22,7 @@ from layerbisect.captures.errors import (
     ModelDirectoryError,
     TokenMismatchError,
 )
+from layerbisect.captures.points import parse
 from layerbisect.captures.store import Capture
 from layerbisect.captures.writer import CaptureWriter
 from layerbisect.models import make_tiny
@@ -203,6 +204,35 @@ def test_log_probs_that_are_not_finite(clean: Clean, value: float, tmp_path: Pat
 
     said = unjudged(clean, **either(clean, "rollout", tmp_path, logprobs=filtered))
     assert said.startswith("15 of 141 pairs of log-probs are not finite")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("point", "module", "operator"),
+    [
+        ("layers.2.attn.out", "layers.2.self_attn.o_proj", "linear"),
+        ("layers.1.mlp.norm", "layers.1.post_attention_layernorm", "norm"),
+        ("embed", "embed_tokens", "embedding"),
+        ("final_norm", "norm", "norm"),
+    ],
+)
+def test_what_computes_nan_of_finite_input_is_convicted(
+    clean: Clean, point: str, module: str, operator: str, side: str, tmp_path: Path
+) -> None:
+    engine = clean.engines[side]
+
+    def spoil(module: Any, args: Any, out: Any) -> Any:
+        out[:, 7, 3] = np.nan
+        return out
+
+    handle = engine.model.model.get_submodule(module).register_forward_hook(spoil, prepend=True)
+    made = {"rollout": clean.rollout, "trainer": clean.trainer}
+    made[side] = engine.capture(tmp_path / "nan", clean.tokens)
+    handle.remove()
+    verdict = bisect(made["rollout"], made["trainer"], model=clean.model)
+    layer = parse(point).layer
+    assert [(c.layer, c.operator, c.side) for c in verdict.culprits] == [(layer, operator, side)]
+    assert verdict.status == "divergent" and "the first at position 7" in verdict.culprits[0].where
 
 
 def test_no_point_in_common(clean: Clean, tmp_path: Path) -> None:
