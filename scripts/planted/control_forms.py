@@ -133,7 +133,7 @@ def mean_by_halves(hidden: torch.Tensor, eps: float) -> torch.Tensor:
     """One over the root of the mean square, summed from strided channels in float32."""
     squares = hidden.square()
     total = squares[..., ::2].sum(-1, keepdim=True) + squares[..., 1::2].sum(-1, keepdim=True)
-    return (total / hidden.shape[-1] + eps).rsqrt()
+    return torch.rsqrt(total / hidden.shape[-1] + eps)
 
 
 def mean_in_float64(hidden: torch.Tensor, eps: float) -> torch.Tensor:
@@ -144,7 +144,7 @@ def mean_in_float64(hidden: torch.Tensor, eps: float) -> torch.Tensor:
 def divided_by_root(hidden: torch.Tensor, eps: float) -> torch.Tensor:
     """The same by a root and a division, and from a norm instead of a mean."""
     size = hidden.norm(dim=-1, keepdim=True)
-    return 1 / (size.square() / hidden.shape[-1] + eps).sqrt()
+    return torch.reciprocal(torch.sqrt(size.square() / hidden.shape[-1] + eps))
 
 
 def wide_residual(model: Any, layer: int) -> AbstractContextManager[None]:

@@ -46,7 +46,7 @@ def test_scores_stay_within_rounding(name: str, scene: Scene, tmp_path: Path) ->
     control = NAMED[name]
     allowed = 1e-4 if control.dtype is None else 0.5
     # a decode is long, and the sides differ little in it
-    sides = ("rollout",) if "decode" in control.layout else SIDES
+    sides: tuple[Side, ...] = ("rollout",) if "decode" in control.layout else SIDES
     for side in sides:
         assert off(scene, control, side, tmp_path / side) < allowed, side
         found = Capture.open(tmp_path / side)
