@@ -22,10 +22,12 @@ from layerbisect.demo_engines import Side
 from layerbisect.selftest_engines import CLEAN, Bench, CannotPlant
 
 EngineName = Literal["transformers", "sglang"]
-TINY = dict(layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512)
+TINY: dict[str, Any] = dict(
+    layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512
+)
 """The model that is made where none is given."""
-TINY_LENGTH, LENGTH = 160, 64
-"""Tokens a sequence: what is judged of a real model takes as long as it has tokens."""
+TINY_LENGTH = 160
+"""Tokens a sequence of it."""
 
 WANTED = (
     "norm-weight",
@@ -186,8 +188,9 @@ def run_selftest(
 
                 news.start("making a model", 1)
                 model = make_tiny(folder / "model", **TINY)
-            length = TINY_LENGTH if made else LENGTH
-            bench = _kind(engine)(model, folder, device or _device(), dtype, length)
+            bench = _kind(engine)(model, folder, device or _device(), dtype)
+            if made:
+                bench.length, bench.probe = TINY_LENGTH, "auto"
         with closing(bench):
             with watched() as news:
                 bench.open(news)
@@ -260,7 +263,7 @@ def _judged(
     planted = None if fault is None else bench.plant(fault, layer, side, number, news)
     runs = [(one, number if one == side else CLEAN) for one in SIDES]
     rollout, trainer = (bench.source(*run) for run in runs)
-    verdict = bisect(rollout, trainer, model=bench.model, progress=news)
+    verdict = bisect(rollout, trainer, model=bench.model, probe=bench.probe, progress=news)
     seconds = time.monotonic() - since
     captures = " ".join(bench.argument(*run) for run in runs)
     return Tried(held_against(verdict, planted), seconds, captures)

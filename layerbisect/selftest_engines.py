@@ -12,7 +12,7 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,8 @@ class CannotPlant(LayerBisectError):
 class Bench:
     """Both sides of one model in transformers; ``folder`` gets a numbered directory for each run.
 
-    ``length`` is how many tokens each sequence has, its prompt included.
+    ``length`` is how many tokens each sequence has, its prompt included, and ``probe`` what the
+    locator does about layer boundaries: of a real model both are what takes least time.
     Neither the numbers nor anything else that is written says what was planted.
     """
 
@@ -44,7 +45,8 @@ class Bench:
     folder: Path
     device: str
     dtype: str | None
-    length: int
+    length: int = 64
+    probe: Literal["auto", "scan", "search"] = "search"
     engine: Any = field(init=False)
     tokens: list[TokenSequence] = field(init=False)
     layers: int = field(init=False)

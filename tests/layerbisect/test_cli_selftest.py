@@ -1,5 +1,6 @@
 """`layerbisect selftest` as a person sees it, with transformers and with a real SGLang server."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_what_cannot_be_run_is_one_sentence(options: tuple[str, ...], said: str)
 def test_without_sglang_it_says_how_to_install_it(
     small_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planted_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = run("--engine", "sglang", "--model", small_llama_dir)
     assert done.exit_code == 2
     assert done.stderr.startswith("error: sglang is not installed: run pip install")

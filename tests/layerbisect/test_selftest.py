@@ -53,7 +53,7 @@ def test_planted_faults_are_found_and_the_locator_is_told_nothing(
     bisect = locate.bisect
 
     def watching(rollout: Path, trainer: Path, **options: Any) -> Verdict:
-        assert set(options) == {"model", "progress"} and options["model"] == small_moe_dir
+        assert set(options) == {"model", "probe", "progress"} and options["model"] == small_moe_dir
         for folder in (rollout, trainer):
             seen.append(str(folder.relative_to(kept)))
             seen.extend(path.read_text() for path in folder.rglob("*.json"))
@@ -143,7 +143,7 @@ def test_a_clean_pair_that_is_accused_fails(
 
 
 def test_a_fault_that_changes_nothing_is_none(small_llama_dir: Path, tmp_path: Path) -> None:
-    bench = Bench(small_llama_dir, tmp_path, "cpu", "float32", 24)
+    bench = Bench(small_llama_dir, tmp_path, "cpu", "float32", length=24)
     bench.open(NoProgress())
     assert bench.computed_in == "float32"
     bench.capture("trainer", 1, NoProgress())
