@@ -14,6 +14,7 @@ from os import PathLike
 import numpy as np
 
 from layerbisect.bisect.budget import GAP_FACTOR
+from layerbisect.bisect.scores.decision_map import PATHS
 from layerbisect.bisect.scores.judge import judge
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
 from layerbisect.captures.errors import LayerBisectError
@@ -36,7 +37,8 @@ BETWEEN = ("logprob", "inputs")
 class Kept:
     """How a column of the record differs from the log-probs captured of the same tokens.
 
-    ``mae`` is in nats over ``tokens``; ``allowed`` is what rounding explains.
+    ``mae`` is in nats over ``tokens``; ``allowed`` is what rounding explains. ``scaled`` says that
+    the record calls the scores those of logits over a temperature; a capture has raw ones.
     """
 
     column: str
@@ -44,6 +46,7 @@ class Kept:
     tokens: int
     mae: float
     allowed: float
+    scaled: bool = False
 
     @property
     def computed(self) -> bool:
@@ -76,8 +79,9 @@ def with_record(
     scored = judge([record])
     kept = tuple(_kept(record, sides, found))
     scored_culprits = [w for c in scored.culprits if (w := _weighed(c, found, kept)) is not None]
-    told = {c.side for c in scored_culprits}
-    scored_culprits += [_of_keeping(k) for k in _not_computed(kept) if k.side not in told]
+    off = _off(kept)
+    if off is not None and off.side not in {c.side for c in scored_culprits}:
+        scored_culprits.append(_of_keeping(off))
     culprits = (*found.culprits, *scored_culprits)
     verdict = replace(
         found,
@@ -92,8 +96,8 @@ def with_record(
         reasons = ("the record's scores are wrong, beyond what the captures show",)
         step = scored.next if not found.culprits else found.next
         return replace(verdict, status="divergent", reasons=reasons, next=step)
-    if not culprits and found.status == "agree" and scored.status == "unstable":
-        return replace(verdict, status="unstable", reasons=scored.reasons, next=scored.next)
+    if not culprits and found.status == "agree" and scored.status in ("unstable", "inconclusive"):
+        return replace(verdict, status=scored.status, reasons=scored.reasons, next=scored.next)
     return verdict
 
 
@@ -105,8 +109,8 @@ def _kept(record: ScoreRecord, sides: Sequence[Capture], found: Verdict) -> Iter
         for column, scoring in record.info.columns.items():
             if column[0] not in letters or not is_score(column) or column == "C.grad":
                 continue
-            # a capture holds raw scores: others are not to be compared
-            if scoring.definition not in ("raw", "unknown"):
+            if scoring.definition == "behavior":
+                # after filters and penalties, which no capture shows
                 continue
             off = np.concatenate(
                 [np.abs(call.scores[column] - computed[call.name])[call.mask] for call in record]
@@ -114,21 +118,26 @@ def _kept(record: ScoreRecord, sides: Sequence[Capture], found: Verdict) -> Iter
             off = off[np.isfinite(off)]
             if len(off) >= FEWEST:
                 allowed = max(KEPT, GAP_FACTOR * predicted)
-                yield Kept(column, side.label, len(off), float(off.mean()), allowed)
+                scaled = scoring.definition == "temperature"
+                yield Kept(column, side.label, len(off), float(off.mean()), allowed, scaled)
 
 
-def _not_computed(kept: Sequence[Kept]) -> list[Kept]:
-    """The worst column of each side none of whose columns is what its engine computed.
+def _off(kept: Sequence[Kept]) -> Kept | None:
+    """The worst column of the one side none of whose columns is what the record calls it.
 
-    Where both sides are such, the captures are of another run, and nobody kept a wrong score.
+    None where there is no such side, or where both are: then the captures are of another run, and
+    nobody kept a wrong score. Scores over a temperature cannot be computed from a capture, but
+    they are not the raw ones, unless the other side's are raw, too: a temperature of 1.
     """
     by_side: dict[str, list[Kept]] = {}
     for one in kept:
         by_side.setdefault(one.side, []).append(one)
-    wrong = [ks for ks in by_side.values() if not any(k.computed for k in ks)]
-    if len(wrong) != 1:
-        return []
-    return [max(wrong[0], key=lambda k: k.mae)]
+    raw = [k for k in kept if k.scaled and k.computed]
+    if len({k.side for k in raw}) == 1 and all(k in raw for k in by_side[raw[0].side]):
+        others = [k for k in kept if k.side != raw[0].side]
+        return raw[0] if others and all(k.scaled for k in others) else None
+    wrong = [ks for ks in by_side.values() if not any(k.computed or k.scaled for k in ks)]
+    return max(wrong[0], key=lambda k: k.mae) if len(wrong) == 1 else None
 
 
 def _weighed(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> Culprit | None:
@@ -136,42 +145,59 @@ def _weighed(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> Culprit 
 
     Where A and B are changed alike, scores alone blame C, which differs from both.
     """
+    off = _off(kept)
+    if culprit.operator is None and culprit.side == "unknown" and off is not None:
+        return _moved(replace(culprit, operator="logprob"), off)
     if culprit.operator not in BETWEEN:
         return None if found.culprits else culprit
-    mine = [k for k in kept if k.side == culprit.side]
-    if not mine or not all(k.computed for k in mine):
-        return culprit if mine or not found.culprits else None
-    off = _not_computed(kept)
-    if not off:
-        # both kept what they computed, so what happens inside the engines explains the scores
+    mine = _columns(culprit, kept)
+    if not mine:
+        return None if found.culprits else culprit
+    if off is not None and off.side != culprit.side and all(k.computed != k.scaled for k in mine):
+        return _moved(culprit, off)
+    if all(k.computed and not k.scaled for k in mine):
+        # what a side kept as it computed it is explained by what happens inside its engine
         return None
-    return replace(
-        culprit,
-        side=off[0].side,
-        evidence=(
-            *culprit.evidence,
-            f"the {culprit.side} kept what it computed, as its capture shows, and the "
-            f"{off[0].side} did not: {off[0].column} is off its capture by {off[0].mae:.4g} nat",
-        ),
+    return _moved(culprit, off) if off is not None and off.side == culprit.side else culprit
+
+
+def _moved(culprit: Culprit, off: Kept) -> Culprit:
+    """The culprit on the side that kept what it had not computed, which may be its own."""
+    return replace(culprit, side=off.side, evidence=(*culprit.evidence, _said(off)))
+
+
+def _said(off: Kept) -> str:
+    if off.scaled:
+        return (
+            f"{off.column} is said to be over a temperature and is within {off.mae:.2g} nat of the "
+            f"raw log-probs captured of its {off.tokens} tokens, while the other side's scores are "
+            "not its raw ones: the temperature was left out"
+        )
+    return (
+        f"{off.column} in the record differs from the log-probs captured of the same {off.tokens} "
+        f"tokens on this side by {off.mae:.4g} nat on average ({off.allowed:.4g} would be "
+        "rounding): it was changed, or is of other tokens or other weights than the capture"
     )
 
 
-def _of_keeping(kept: Kept) -> Culprit:
+def _columns(culprit: Culprit, kept: Sequence[Kept]) -> list[Kept]:
+    """The columns that a culprit of the scores is about: A or B of the rollout's, or all of it."""
+    mine = [k for k in kept if k.side == culprit.side]
+    letters = [letter for letter, path in PATHS.items() if path in culprit.where]
+    return [k for k in mine if k.column[0] in letters] or mine
+
+
+def _of_keeping(off: Kept) -> Culprit:
     return Culprit(
         layer=None,
         point="logprob",
         operator="logprob",
-        side=kept.side,
+        side=off.side,
         share_of_gap=None,
-        own_error=kept.mae / kept.allowed,
+        own_error=off.mae / off.allowed,
         floor=1.0,
         where="all response tokens",
-        evidence=(
-            f"{kept.column} in the record differs from the log-probs captured of the same "
-            f"{kept.tokens} tokens on this side by {kept.mae:.4g} nat on average "
-            f"({kept.allowed:.4g} would be rounding): it was changed, or is of other tokens or "
-            "other weights than the capture",
-        ),
+        evidence=(_said(off),),
     )
 
 
@@ -182,7 +208,7 @@ def _acquitted(kept: Sequence[Kept]) -> list[RuledOut]:
             f"it is within {k.mae:.2g} nat of the captured log-probs of {k.tokens} tokens",
         )
         for k in kept
-        if k.computed
+        if k.computed and not k.scaled
     ]
 
 
@@ -195,8 +221,9 @@ def _notes(kept: Sequence[Kept], record: ScoreRecord, sides: Sequence[Capture]) 
                 f"the record's columns of the {side.label} were not held against its capture: no "
                 f"raw log-probs of {FEWEST} or more of the record's tokens are in it"
             )
-    off = [k for k in kept if not k.computed]
-    if off and len({k.side for k in off}) > 1:
+    sides_off = {k.side for k in kept if not k.computed and not k.scaled}
+    sides_off -= {k.side for k in kept if k.computed}
+    if len(sides_off) > 1:
         notes.append(
             "neither side's scores in the record are those that were captured: record and captures "
             "are of different runs or weights"

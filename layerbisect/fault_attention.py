@@ -40,9 +40,9 @@ def rope_base(model: Any, layer: int) -> Iterator[None]:
     frequencies = inv_freq.float() * (base / wrong) ** exponent
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
-        return own(q, k, *_angles(model, frequencies, positions, cos.dtype))
+        return own(q, k, *angles(model, frequencies, positions, cos.dtype))
 
-    with _rotated(model, layer, rotate):
+    with rotated(model, layer, rotate):
         yield
 
 
@@ -52,14 +52,14 @@ def rope_shifted(model: Any, layer: int) -> Iterator[None]:
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
         # shifting q and k alike would change nothing, for only distances count
-        shifted = _angles(model, frequencies, positions + 1, cos.dtype)
+        shifted = angles(model, frequencies, positions + 1, cos.dtype)
         return own(q, k, *shifted)[0], own(q, k, cos, sin)[1]
 
-    with _rotated(model, layer, rotate):
+    with rotated(model, layer, rotate):
         yield
 
 
-def _angles(model: Any, frequencies: Any, positions: Any, dtype: Any) -> Any:
+def angles(model: Any, frequencies: Any, positions: Any, dtype: Any) -> Any:
     """Cosine and sine as the model's own rotary embedding makes them."""
     import torch
 
@@ -69,7 +69,7 @@ def _angles(model: Any, frequencies: Any, positions: Any, dtype: Any) -> Any:
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
-def _rotated(model: Any, layer: int, rotate: Callable[..., Any]) -> AbstractContextManager[None]:
+def rotated(model: Any, layer: int, rotate: Callable[..., Any]) -> AbstractContextManager[None]:
     """Let ``rotate(own, q, k, cos, sin, positions)`` apply RoPE in one layer."""
     attention = model.model.layers[layer].self_attn
     # the attention calls a function of its own source file

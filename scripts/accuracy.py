@@ -28,6 +28,7 @@ import torch
 from layerbisect.models import make_smollm2, make_tiny
 from scripts.planted import plan
 from scripts.planted.case import Case, Made, clear, make
+from scripts.planted.engine_case import hand_over, read_index
 from scripts.planted.page import write_page
 from scripts.planted.scene import Scene
 
@@ -85,7 +86,6 @@ class Benchmark:
         self._locators = [Locator() for _ in range(workers)]
         self._room = Semaphore(workers + 2)
         self._lock = Lock()
-        self._number = 0
 
     def judge(self, scene: Scene, model: str, case: Case) -> Future[None] | None:
         """Make a case and hand it over; None where it was judged before."""
@@ -94,7 +94,6 @@ class Benchmark:
             return None
         self.done.add(key)
         self._room.acquire()
-        self._number += 1
         start = time.perf_counter()
         made = make(scene, case, self.work / "cases" / f"{time.time_ns():x}")
         spent = time.perf_counter() - start
@@ -111,6 +110,31 @@ class Benchmark:
             "making_seconds": spent,
         }
         return self._pool.submit(self._ask, meta, made)
+
+    def judge_engines(self, folder: Path) -> list[Future[None]]:
+        """Hand over what `scripts.planted.engines` recorded."""
+        asked = []
+        for case in read_index(folder):
+            key = f"real engines: {case.name}"
+            if key in self.done:
+                continue
+            self._room.acquire()
+            given = self.work / "cases" / f"{time.time_ns():x}"
+            hand_over(case, given)
+            meta = {
+                "id": key,
+                "kind": "engine",
+                "model": "SGLang, megatron-core",
+                "dtype": "bfloat16",
+                "names": [case.name],
+                "reports": case.reports,
+                "components": [case.component or "control"],
+                "size": None,
+                "held_out": case.held_out,
+            }
+            made = Made(given, case.truths, case.effect, case.floor, case.output)
+            asked.append(self._pool.submit(self._ask, meta, made))
+        return asked
 
     def _ask(self, meta: dict[str, Any], made: Made) -> None:
         try:
@@ -197,6 +221,20 @@ def run(
         one.result()
     benchmark.close()
     click.echo(f"\n{len(waiting)} cases judged into {benchmark.results}", err=True)
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.option("--recorded", type=click.Path(path_type=Path), required=True)
+@click.option("--workers", default=1, show_default=True, help="Locators that run side by side.")
+def engines(work: Path, recorded: Path, workers: int) -> None:
+    """Judge the cases of real engines that `scripts.planted.engines` recorded."""
+    benchmark = Benchmark(work, workers)
+    waiting = benchmark.judge_engines(recorded)
+    for one in waiting:
+        one.result()
+    benchmark.close()
+    click.echo(f"{len(waiting)} cases judged into {benchmark.results}", err=True)
 
 
 @main.command()

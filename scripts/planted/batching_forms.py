@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.attention_seam import replaced
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.fault_attention import _angles
+from layerbisect.fault_attention import angles
 from layerbisect.fault_tools import attribute_replaced, forward_replaced
 from scripts.planted.cache_forms import in_blocks
 from scripts.planted.fault import Form
@@ -129,7 +129,7 @@ def positions_not_refreshed(model: Any, layer: int) -> AbstractContextManager[No
             return own(hidden, position_ids)
         stale = position_ids % STEPS == STEPS - 1
         at = torch.where(stale, position_ids - 1, position_ids)
-        return _angles(model, rotary.inv_freq.float(), at, hidden.dtype)
+        return angles(model, rotary.inv_freq.float(), at, hidden.dtype)
 
     return forward_replaced(rotary, forward)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.fault_attention import _angles, _rotated, rope_base
+from layerbisect.fault_attention import angles, rope_base, rotated
 from layerbisect.fault_tools import attribute_replaced, forward_replaced
 from scripts.planted.fault import Control, ModelFault
 
@@ -48,9 +48,9 @@ def yarn_bounds_rounded(model: Any, layer: int) -> AbstractContextManager[None]:
     changed = (frequencies.double() * (wrong / right).to(frequencies.device)).float()
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
-        return own(q, k, *_angles(model, changed, positions, cos.dtype))
+        return own(q, k, *angles(model, changed, positions, cos.dtype))
 
-    return _rotated(model, layer, rotate)
+    return rotated(model, layer, rotate)
 
 
 def _everywhere(
@@ -61,7 +61,7 @@ def _everywhere(
 
     def forward(own: Any, hidden: Any, position_ids: Any) -> Any:
         frequencies, positions = change(rotary.inv_freq.float(), position_ids)
-        return _angles(model, frequencies, positions, hidden.dtype)
+        return angles(model, frequencies, positions, hidden.dtype)
 
     return forward_replaced(rotary, forward)
 
@@ -78,9 +78,9 @@ def attention_factor_of_one(model: Any, layer: int) -> AbstractContextManager[No
         # the model has no factor, which then is right; the wrong one is as much too small
         factor = rotary.attention_scaling / ATTENTION_FACTOR
         with attribute_replaced(rotary, "attention_scaling", factor):
-            return own(q, k, *_angles(model, frequencies, positions, cos.dtype))
+            return own(q, k, *angles(model, frequencies, positions, cos.dtype))
 
-    return _rotated(model, layer, rotate)
+    return rotated(model, layer, rotate)
 
 
 def compressed_positions(model: Any, layer: int) -> AbstractContextManager[None]:
@@ -90,10 +90,10 @@ def compressed_positions(model: Any, layer: int) -> AbstractContextManager[None]
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
         at = torch.where(positions < UNCOMPRESSED, positions, positions // COMPRESSION)
-        wrong = _angles(model, frequencies, at, cos.dtype)
+        wrong = angles(model, frequencies, at, cos.dtype)
         return own(q, k, cos, sin)[0], own(q, k, *wrong)[1]
 
-    return _rotated(model, layer, rotate)
+    return rotated(model, layer, rotate)
 
 
 def decoded_past_the_padding(model: Any, layer: int) -> AbstractContextManager[None]:
@@ -101,10 +101,10 @@ def decoded_past_the_padding(model: Any, layer: int) -> AbstractContextManager[N
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
         if q.shape[2] == 1:
-            cos, sin = _angles(model, frequencies, positions + PADDING, cos.dtype)
+            cos, sin = angles(model, frequencies, positions + PADDING, cos.dtype)
         return own(q, k, cos, sin)
 
-    return _rotated(model, layer, rotate)
+    return rotated(model, layer, rotate)
 
 
 def padding_counted(model: Any, layer: int) -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ def norm_after_rope(model: Any, layer: int) -> Iterator[None]:
     with (
         forward_replaced(norms[0], lambda own, x: x),
         forward_replaced(norms[1], lambda own, x: x),
-        _rotated(model, layer, rotate),
+        rotated(model, layer, rotate),
     ):
         yield
 

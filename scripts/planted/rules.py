@@ -8,7 +8,6 @@ an operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,16 +17,15 @@ from layerbisect.captures.store import Capture
 
 RELATIVE, COSINE = "relative error", "cosine"
 RULES = (RELATIVE, COSINE)
-AFTER_LAYERS = "after the last layer"
 
 
-def profile(rollout: Path, trainer: Path) -> dict[str, list[float]]:
+def profile(rollout: Capture, trainer: Capture) -> dict[str, list[float]]:
     """Measure how far apart the sides are after the embedding and each layer, by both rules.
 
     Of each boundary: the norm of the whole tensor's difference over the norm of the tensor, and
     one minus the cosine of both as one long vector. float, no unit; nan where a side lacks it.
     """
-    sides = [Capture.open(rollout), Capture.open(trainer)]
+    sides = (rollout, trainer)
     joined = join(*sides)
     layers = sides[0].info.num_layers
     found: dict[str, list[float]] = {rule: [] for rule in RULES}

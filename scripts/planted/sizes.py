@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerbisect.captures.attention_seam import replaced
-from layerbisect.fault_attention import _angles, _rotated
+from layerbisect.fault_attention import angles, rotated
 from layerbisect.fault_tools import attribute_replaced, forward_replaced, parameter_replaced
 from scripts.planted.fault import ModelFault
 
@@ -113,10 +113,10 @@ def rope_angle(model: Any, layer: int, size: float) -> AbstractContextManager[No
     frequencies = model.model.rotary_emb.inv_freq.float()
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
-        turned = _angles(model, frequencies * (1 + size), positions, cos.dtype)
+        turned = angles(model, frequencies * (1 + size), positions, cos.dtype)
         return own(q, k, *turned)[0], own(q, k, cos, sin)[1]
 
-    return _rotated(model, layer, rotate)
+    return rotated(model, layer, rotate)
 
 
 @contextmanager

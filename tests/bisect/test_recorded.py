@@ -96,6 +96,20 @@ def test_what_an_operator_does_to_scores_is_no_second_culprit(clean: Clean, tmp_
     assert named(verdict) == [(None, "head", "rollout")]
 
 
+def test_what_decoding_does_to_a_is_told_by_its_capture(clean: Clean, tmp_path: Path) -> None:
+    decoded = clean.engines["rollout"].capture(
+        tmp_path / "decoded", clean.tokens[1:], layout="decode", faults=[("experts-swapped", 2)]
+    )
+    record = record_of(clean, clean.rollout, clean.trainer)
+    wrong = captured_scores(record, Capture.open(decoded))
+    calls = [
+        Call.of(c.name, c.prompt, c.response, {**c.scores, "A": wrong[c.name]})
+        for c in list(record)[1:]
+    ]
+    verdict = judged(clean, ScoreRecord(record.info, calls), decoded)
+    assert named(verdict) == [(2, "experts", "rollout")]
+
+
 def test_a_layer_and_a_kept_score_are_two_culprits(clean: Clean, tmp_path: Path) -> None:
     wrong = clean.engines["rollout"].capture(
         tmp_path / "wrong", clean.tokens, faults=[("o-proj-permuted", 1)]
@@ -114,12 +128,35 @@ def test_a_record_of_another_run_accuses_nobody(clean: Clean) -> None:
     assert any("of different runs" in note for note in verdict.coverage.notes)
 
 
-def test_scores_over_a_temperature_are_not_held_against_raw_ones(clean: Clean) -> None:
+def test_scores_over_a_temperature_are_no_raw_ones(clean: Clean) -> None:
     changes: dict[str, Change] = {c: lambda s: s / 0.9 for c in ("A", "B0", "C0")}
     record = record_of(clean, clean.rollout, clean.trainer, changes, "temperature")
+    assert named(judged(clean, record)) == []
+
+
+def test_a_temperature_of_one_leaves_raw_scores(clean: Clean) -> None:
+    record = record_of(clean, clean.rollout, clean.trainer, {}, "temperature")
+    assert judged(clean, record).status == "agree"
+
+
+@pytest.mark.parametrize(("columns", "side"), [(("C0",), "rollout"), (("A", "B0"), "trainer")])
+def test_who_left_the_temperature_out(clean: Clean, columns: tuple[str, ...], side: str) -> None:
+    changes: dict[str, Change] = {c: lambda s: 1.4 * s - 0.3 for c in columns}
+    record = record_of(clean, clean.rollout, clean.trainer, changes, "temperature")
     verdict = judged(clean, record)
-    assert named(verdict) == []
-    assert any("were not held against its capture" in note for note in verdict.coverage.notes)
+    assert named(verdict) == [(None, "logprob", side)]
+    assert "the temperature was left out" in " ".join(verdict.culprits[0].evidence)
+
+
+def test_too_few_scores_are_not_agreement(clean: Clean) -> None:
+    record = record_of(clean, clean.rollout, clean.trainer)
+    few = [
+        Call.of(c.name, c.prompt, c.response, c.scores, mask=np.arange(len(c.response)) < 3)
+        for c in record
+    ]
+    verdict = judged(clean, ScoreRecord(record.info, few))
+    assert verdict.status == "inconclusive" and verdict.exit_code == 2
+    assert "too few to judge" in verdict.reasons[0]
 
 
 def test_other_labels_are_refused(clean: Clean) -> None:

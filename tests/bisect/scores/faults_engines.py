@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from layerbisect.captures.record.file import ScoreRecord
-from layerbisect.fault_attention import _angles, _rotated
+from layerbisect.fault_attention import angles, rotated
 from tests.bisect.scores.faults_weights import Named, older
 from tests.bisect.scores.lab import Decode, Lab, causal, prompts
 from tests.bisect.scores.runs import Bench, Case, Three, record, three
@@ -176,10 +176,10 @@ def compressed_positions(bench: Bench) -> list[ScoreRecord]:
 
     def rotate(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> Any:
         squeezed = torch.where(positions >= 16, positions // 4, positions)
-        wrong = _angles(lab.model, frequencies, squeezed, cos.dtype)
+        wrong = angles(lab.model, frequencies, squeezed, cos.dtype)
         return own(q, k, cos, sin)[0], own(q, k, *wrong)[1]
 
-    with _rotated(lab.model, 2, rotate), _rotated(lab.model, 3, rotate):
+    with rotated(lab.model, 2, rotate), rotated(lab.model, 3, rotate):
         return _plain(run.retrained(lab.train(run.samples)))
 
 
