@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.planted.fault import Truth
+from scripts.planted.fault import SIDES, Truth
 
 PARTS = ("layer", "operator", "side")
 
@@ -16,9 +16,10 @@ def right(truths: Sequence[Truth], answer: Mapping[str, Any]) -> dict[str, bool]
 
     A part is right where the set of what the culprits say of it is the set of what was planted:
     one culprit too many is wrong, as is one too few. ``all`` is of layer, operator and side
-    together. ``where`` is whether the culprit of each truth that has a place says it.
+    together. ``where`` is whether the culprit of each truth that has a place says it. A culprit on
+    both sides is one on each.
     """
-    said = answer["culprits"]
+    said = [c | {"side": side} for c in answer["culprits"] for side in _sides(c["side"])]
     found = {part: {getattr(t, part) for t in truths} == {c[part] for c in said} for part in PARTS}
     planted = {_named(t) for t in truths}
     found["all"] = planted == {_named(c) for c in said}
@@ -32,6 +33,10 @@ def _named(one: Truth | Mapping[str, Any]) -> tuple[int | None, str | None, str]
     if isinstance(one, Truth):
         return one.layer, one.operator, one.side
     return one["layer"], one["operator"], one["side"]
+
+
+def _sides(said: str) -> tuple[str, ...]:
+    return SIDES if said == "both" else (said,)
 
 
 def _tells(where: str, culprit: Mapping[str, Any]) -> bool:

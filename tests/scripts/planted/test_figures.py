@@ -56,6 +56,12 @@ def test_one_culprit_too_many_or_too_few_is_wrong() -> None:
     assert not right([TRUTH, Truth(0, "norm", "trainer")], answer(one))["all"]
 
 
+def test_a_culprit_on_both_sides_is_one_on_each() -> None:
+    both = answer(culprit(3, "attention", "both"))
+    truths = [Truth(3, "attention", "rollout"), Truth(3, "attention", "trainer")]
+    assert right(truths, both)["all"] and not right(truths[:1], both)["all"]
+
+
 def test_a_gap_blamed_on_nobody_in_particular_accuses_too() -> None:
     assert accuses(answer()) and not accuses(answer(status="agree"))
     assert not accuses(answer(status="inconclusive"))
