@@ -11,12 +11,7 @@ from layerbisect.kernels.judging.directions import STEP, norm_eps_direction, nor
 from layerbisect.kernels.judging.logprob_noise import logprob_noise
 from layerbisect.kernels.judging.measure import Output, measure
 from layerbisect.kernels.judging.own_error import OwnError
-from layerbisect.kernels.judging.residuals import (
-    ONE_ROUNDING,
-    order_freedom,
-    unique_rows,
-    unit_roundoff,
-)
+from layerbisect.kernels.judging.residuals import ONE_ROUNDING, unique_rows, unit_roundoff
 
 _LOGITS_AT_ONCE = 2**23
 
@@ -114,6 +109,7 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
         exact,
         low,
         side.dtype,
+        hidden=model.config.hidden,
     )
     return measure(
         Output(
@@ -131,6 +127,6 @@ def _head(model: ReferenceModel, side: Side) -> OwnError | None:
                 "logit scale": (moved - exact)[:, None] / STEP,
                 "offset": torch.ones_like(exact)[:, None],
             },
-            noise=noise[:, None] * order_freedom(side.dtype),
+            noise=noise[:, None],
         )
     )

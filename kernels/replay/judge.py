@@ -21,7 +21,6 @@ from layerbisect.kernels.judging.directions import (
 from layerbisect.kernels.judging.logprob_noise import logprob_noise
 from layerbisect.kernels.judging.measure import Output, measure_redrawn
 from layerbisect.kernels.judging.own_error import OwnError
-from layerbisect.kernels.judging.residuals import order_freedom
 from layerbisect.kernels.replay import program
 from layerbisect.kernels.replay.bundle import Bundle, BundleError
 from layerbisect.kernels.rounding import rounded, shifted_grid
@@ -150,9 +149,17 @@ class Judge:
         logits = program.value(self.bundle, call.tensors["logits"])
         targets = self.bundle.inputs[call.tensors["targets"]].long()
         own = logits.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
-        dtype = "float32" if program.only_scores(self.bundle) else self.bundle.dtype
-        noise = logprob_noise([logits], own, self.exact[self.result], self.low[self.result], dtype)
-        return noise[:, None] * order_freedom(dtype)
+        given = program.only_scores(self.bundle)
+        head = None if given else self.bundle.calls[-2]
+        noise = logprob_noise(
+            [logits],
+            own,
+            self.exact[self.result],
+            self.low[self.result],
+            "float32" if given else self.bundle.dtype,
+            hidden=0 if head is None else self.bundle.weights[head.tensors["weight"]].shape[1],
+        )
+        return noise[:, None]
 
     @property
     def _stream(self) -> torch.Tensor:
