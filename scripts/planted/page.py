@@ -188,10 +188,11 @@ def _small(results: Sequence[Result]) -> str:
 
 
 def _seen(result: Result) -> str:
+    """The smallest gain that the verdict says it could have seen in the operator that errs."""
     (truth,) = result.truths
-    for one in result.answer.get("seen", ()):
+    for one in result.answer.get("sensitivity", ()):
         if (one["operator"], one["side"]) == (truth.operator, truth.side):
-            return f"{one['gain']:.2g}" if one.get("gain") else ""
+            return f"{one['gain']:.2g}"
     return ""
 
 
