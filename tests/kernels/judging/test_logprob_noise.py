@@ -29,14 +29,13 @@ def normaliser_less(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 def chunked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """As an online softmax goes through it: the sum is scaled anew as the maximum grows."""
-    peak, total = torch.full((2, len(logits)), -torch.inf)
-    total = torch.zeros_like(total)
+    peak = torch.full((len(logits),), -torch.inf)
+    total = torch.zeros(len(logits))
     for part in logits.split(1000, 1):
         higher = peak.maximum(part.amax(1))
         total = total * (peak - higher).exp() + (part - higher[:, None]).exp().sum(1)
         peak = higher
-    normaliser: torch.Tensor = logits.logsumexp(-1)
-    return _own(logits, targets) - normaliser
+    return _own(logits, targets) - (peak + total.log())
 
 
 def in_lanes(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
