@@ -67,6 +67,9 @@ class SideCulprits:
             and (operator := _operator(e)) in WEIGHTED
             and (place := (e.layer, operator)) not in compared
         }
+        if self.weights.tied and (None, "embedding") in owners:
+            # the head reads the same table
+            owners |= {(None, "head") for e in found if e.operator == "head"}
         explained = {(e.layer, e.operator) for e in found}
         # a stretch of several operators holds all weights of its layer
         whole = {e.layer for e in found if _operator(e) is None}

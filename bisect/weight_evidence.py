@@ -41,7 +41,7 @@ class WeightEvidence:
     ``compared`` counts those that could be compared, of ``total`` that the model directory has,
     and ``shared`` names those that both sides have alike and the model directory otherwise.
     ``torn`` names the tensors of which a side's own ranks hold different values, and ``ranks`` says
-    so in sentences.
+    so in sentences. ``tied`` says that the head reads the embedding's table.
     """
 
     different: Mapping[str, tuple[str, ...]]
@@ -50,6 +50,7 @@ class WeightEvidence:
     shared: tuple[str, ...]
     torn: Mapping[str, tuple[str, ...]]
     ranks: Mapping[str, tuple[str, ...]]
+    tied: bool
 
     def owners(self, label: str) -> set[Owner]:
         """Say which operators read the tensors that only this side, or a rank, has otherwise."""
@@ -120,6 +121,7 @@ def compare_weights(model: ReferenceModel, sides: tuple[Side, Side]) -> WeightEv
             )
             for s in sides
         },
+        tied=model.config.tied,
     )
 
 

@@ -170,3 +170,22 @@ def test_of_many_replicas_the_first_few_are_named(clean: Clean, tmp_path: Path) 
     (culprit,) = bisect(clean.rollout, joined, model=clean.model).culprits
     assert sum("hold different values of" in line for line in culprit.evidence) == 3
     assert "and 2 more pairs of ranks that differ" in culprit.evidence
+
+
+def test_a_stale_tied_head_is_part_of_stale_weights(clean: Clean, tmp_path: Path) -> None:
+    model = shutil.copytree(clean.model, tmp_path / "tied")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    old = shutil.copytree(model, tmp_path / "old")
+    moved = {name: (1.05 * value.float()).to(value.dtype) for name, value in tensors.items()}
+    save_file(moved, old / "model.safetensors", metadata={"format": "pt"})
+    tokens = random_tokens(512, [48, 48])
+    rollout = Engine.load(old, "rollout").capture(tmp_path / "rollout", tokens)
+    trainer = Engine.load(model, "trainer", attention="sdpa").capture(tmp_path / "trainer", tokens)
+    verdict = bisect(rollout, trainer, model=model)
+    assert [(c.layer, c.operator, c.side) for c in verdict.culprits] == [
+        (None, "weights", "rollout")
+    ]
