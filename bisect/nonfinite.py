@@ -97,7 +97,8 @@ def _nonfinite(side: Side, name: str, rows: NDArray[np.intp]) -> NDArray[np.intp
     if not len(rows):
         return rows
     values = side.values(name, rows)
-    return rows[~np.isfinite(values).reshape(len(rows), -1).all(1)]
+    bad: NDArray[np.intp] = rows[~np.isfinite(values).reshape(len(rows), -1).all(1)]
+    return bad
 
 
 def _next(side: Side, point: str, rows: NDArray[np.intp]) -> str:

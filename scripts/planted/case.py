@@ -44,9 +44,7 @@ class Plant:
             return ("trainer",)
         if not isinstance(self.what, ModelFault):
             return ("prefill",)
-        return {"both": ("decode", "prefill"), "decode": ("decode",), "prefill": ("prefill",)}[
-            self.what.passes
-        ]
+        return ("decode", "prefill") if self.what.passes == "both" else (self.what.passes,)
 
     @property
     def place(self) -> str:
@@ -142,8 +140,9 @@ def _gap(one: Run, other: Run) -> float:
 
 
 def _difference(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """Mean absolute difference; infinite where a score that was there is none any more."""
     off = np.abs(np.concatenate(one) - np.concatenate(other))
-    return float(off[np.isfinite(off)].mean()) if np.isfinite(off).any() else math.inf
+    return float(off.mean()) if np.isfinite(off).all() else math.inf
 
 
 def _output(scene: Scene, case: Case, changed: dict[Pass, Run]) -> float:

@@ -48,6 +48,11 @@ def _all(name: str, kind: type | tuple[type, ...]) -> Iterable[Any]:
 MODEL_FAULTS: tuple[ModelFault, ...] = tuple(_all("FAULTS", ModelFault))
 SCORE_FAULTS: tuple[ScoreFault, ...] = tuple(_all("FAULTS", ScoreFault))
 CONTROLS: tuple[Control, ...] = tuple(_all("CONTROLS", Control))
+EVERYTHING: tuple[ModelFault | ScoreFault | Control, ...] = (
+    *MODEL_FAULTS,
+    *SCORE_FAULTS,
+    *CONTROLS,
+)
 NOT_PLANTED: dict[str, str] = {
     source: why for module in MODULES for source, why in getattr(module, "NOT_PLANTED", {}).items()
 }

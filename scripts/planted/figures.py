@@ -73,8 +73,11 @@ class Result:
         """``strong``, ``weak`` (between one and two floors), ``hidden`` or ``invisible``.
 
         A hidden fault is below the floor in the scores and above one rounding in its operator's
-        output; an invisible one is below that, too.
+        output; an invisible one is below that, too. ``nothing`` is none at all: a fault that this
+        model, or so few tokens, do not show in a single bit.
         """
+        if self.effect == 0 and self.row["output"] == 0:
+            return "nothing"
         if self.effect >= STRONG:
             return "strong"
         if self.effect >= 1:
@@ -117,15 +120,15 @@ def strictest(controls: Sequence[Result], rule: str) -> float:
 
 
 def rule_right(result: Result, rule: str, threshold: float) -> bool:
-    """Whether a rule names the planted layer; what is no layer's is right where none is named."""
+    """Whether a rule names the planted layer; it has no name for what comes after the last one."""
     named = rule_layer(result, rule, threshold)
     (truth,) = result.truths
     if truth.layer is not None:
         return named == truth.layer
     if truth.operator == "embedding":
         return named == -1
-    # a fault of every layer shows from the first one on; the head's in none
-    return named == (None if truth.operator in ("head", "logprob", "inputs") else 0)
+    # a fault of every layer shows from the first one on
+    return truth.operator not in ("head", "logprob", "inputs") and named == 0
 
 
 def smallest_found(results: Iterable[Result], found: Callable[[Result], bool]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from scripts.planted import figures
-from scripts.planted.catalogue import CONTROLS, MODEL_FAULTS, NOT_PLANTED, SCORE_FAULTS
+from scripts.planted.catalogue import CONTROLS, EVERYTHING, NOT_PLANTED
 from scripts.planted.figures import STRONG, Result, share
 from scripts.planted.page_rules import accused, rules_part, sizes_part, table
 from scripts.planted.page_words import EXPLAINED, HOW, INTRO, explanation
@@ -48,7 +48,8 @@ def write_page(rows: Iterable[dict[str, Any]]) -> str:
 
 def _single(results: Iterable[Result]) -> list[Result]:
     """Single faults, those between log-probs and record, and those on SGLang and Megatron."""
-    return [r for r in results if r.kind in ("single", "score", "engine") and len(r.truths) == 1]
+    kinds = ("single", "score", "engine")
+    return [r for r in results if r.kind in kinds and len(r.truths) == 1 and r.class_ != "nothing"]
 
 
 def _pairs(results: Iterable[Result]) -> list[Result]:
@@ -112,7 +113,9 @@ def _kinds(results: Sequence[Result]) -> str:
         f"*Strong*: the scores move by {STRONG:g} times what the clean engines differ by, or more; "
         "*weak*: by one to two times; *hidden*: by less, and the output of the operator by more "
         "than one rounding (root mean square); *invisible*: by less than a rounding there, too. Of "
-        "two faults at once the effect is that of both together.\n\n"
+        "two faults at once the effect is that of both together. "
+        f"{sum(r.class_ == 'nothing' for r in results if r.truths)} plantings changed not a bit of "
+        "this model on these tokens, and are not counted.\n\n"
         + table(("", "effect", "cases", "right, tuned on", "right, kept aside"), rows)
     )
 
@@ -211,7 +214,7 @@ def _controls(results: Sequence[Result]) -> str:
 
 def _reports(results: Sequence[Result]) -> str:
     planted: dict[str, list[str]] = {}
-    for fault in (*MODEL_FAULTS, *SCORE_FAULTS, *CONTROLS):
+    for fault in EVERYTHING:
         for report in fault.reports:
             planted.setdefault(report, []).append(fault.name)
     rows = []
@@ -221,7 +224,7 @@ def _reports(results: Sequence[Result]) -> str:
             continue
         names = set(planted[report])
         mine = [r for r in results if len(r.row["names"]) == 1 and names & set(r.row["names"])]
-        faults = [r for r in mine if r.truths and r.class_ != "invisible"]
+        faults = [r for r in mine if r.truths and r.class_ not in ("invisible", "nothing")]
         clean = [r for r in mine if not r.truths]
         outcome = [f"right {share(faults, _is('all'))}"] if faults else []
         outcome += [f"accused {accused(clean)}"] if clean else []

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scripts.planted import figures
 from scripts.planted.figures import Result, share
-from scripts.planted.rules import RULES
+from scripts.planted.rules import COSINE, RELATIVE, RULES
 from scripts.planted.sizes import SIZED
+
+NAMES = {RELATIVE: "relative error", COSINE: "1 - cosine"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -22,8 +24,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def sizes_part(results: Sequence[Result]) -> str:
     sized = [r for r in results if r.kind == "size"]
     rows = []
-    for dtype in dict.fromkeys(r.row["dtype"] for r in sized):
-        controls = _like([r for r in results if not r.truths], dtype)
+    for model, dtype in dict.fromkeys((r.row["model"], r.row["dtype"]) for r in sized):
+        controls = _of([r for r in results if not r.truths], (model, dtype))
         lowest = {rule: figures.strictest(controls, rule) for rule in RULES}
         for fault in SIZED:
             mine = [r for r in sized if r.row["dtype"] == dtype and _sized(r, fault.name)]
@@ -41,10 +43,11 @@ def sizes_part(results: Sequence[Result]) -> str:
             rows.append((fault.name, dtype, *("none" if c is None else f"{c:g}" for c in cells)))
     head = ["fault", "dtype", "layerbisect"]
     for rule in RULES:
-        head += [f"{rule} > {figures.FIXED[rule]:g}", f"{rule}, lowest that accuses no control"]
+        head += [f"{NAMES[rule]} > {figures.FIXED[rule]:g}", f"{NAMES[rule]}, lowest clean"]
     return (
         "The smallest size down to which every size is found (layer, operator and side of "
-        "layerbisect; of the simple rules the layer alone), planted in the middle layer.\n\n"
+        "layerbisect; of the simple rules the layer alone), planted in the middle layer of the tiny "
+        "model. *Lowest clean* is the lowest threshold at which a rule accuses no control.\n\n"
         + table(head, rows)
     )
 
@@ -66,8 +69,8 @@ def rules_part(results: Sequence[Result]) -> str:
                 blamed = sum(figures.rule_layer(r, rule, threshold) is not None for r in controls)
                 rows.append(
                     (
-                        dtype,
-                        f"first layer with {rule} above",
+                        *scene,
+                        f"first layer with {NAMES[rule]} above",
                         f"{threshold:.2g}",
                         share(
                             mine,
@@ -76,16 +79,23 @@ def rules_part(results: Sequence[Result]) -> str:
                         f"{blamed} of {len(controls)}",
                     )
                 )
-    head = ("dtype", "rule", "threshold", "layer right, strong single faults", "controls accused")
+    head = (
+        "model",
+        "dtype",
+        "rule",
+        "threshold",
+        "layer right, strong single faults",
+        "controls accused",
+    )
     return (
-        "On the tiny model. The first threshold of each rule is one that people choose, the second "
+        "Transformers pairs. The first threshold of each rule is one that people choose, the second "
         "the lowest at which it accuses no control, which nobody knows beforehand.\n\n"
         + table(head, rows)
     )
 
 
-def _like(results: Iterable[Result], dtype: str) -> list[Result]:
-    return [r for r in results if r.row["dtype"] == dtype and r.row["model"].startswith("tiny")]
+def _of(results: Iterable[Result], scene: tuple[str, str]) -> list[Result]:
+    return [r for r in results if (r.row["model"], r.row["dtype"]) == scene]
 
 
 def accused(controls: Sequence[Result]) -> str:

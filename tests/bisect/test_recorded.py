@@ -42,12 +42,16 @@ def record_of(
             call.name,
             call.prompt,
             call.response,
-            {c: changes.get(c, lambda s: s)(found[c][call.name]) for c in sides},
+            {c: changes.get(c, _same)(found[c][call.name]) for c in sides},
         )
         for call in calls
     ]
     columns = {c: Scoring(definition=definition) for c in sides}  # type: ignore[arg-type]
     return ScoreRecord(RecordInfo(columns=columns), scored)
+
+
+def _same(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    return scores
 
 
 def judged(clean: Clean, record: ScoreRecord, rollout: Path | None = None) -> Verdict:
