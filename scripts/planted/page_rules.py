@@ -46,8 +46,8 @@ def sizes_part(results: Sequence[Result]) -> str:
         head += [f"{NAMES[rule]} > {figures.FIXED[rule]:g}", f"{NAMES[rule]}, lowest clean"]
     return (
         "The smallest size down to which every size is found (layer, operator and side of "
-        "layerbisect; of the simple rules the layer alone), planted in the middle layer of the tiny "
-        "model. *Lowest clean* is the lowest threshold at which a rule accuses no control.\n\n"
+        "layerbisect; of the simple rules the layer alone), planted in the middle layer of the "
+        "tiny model. *Lowest clean* is the lowest threshold at which a rule accuses no control.\n\n"
         + table(head, rows)
     )
 
@@ -57,13 +57,14 @@ def _sized(result: Result, name: str) -> bool:
 
 
 def rules_part(results: Sequence[Result]) -> str:
-    rows = []
+    """How often each rule is right on strong single faults, and wrong on controls."""
+    rows: list[tuple[str, ...]] = []
     singles = [r for r in results if r.kind == "single" and r.class_ == "strong"]
-    for dtype in dict.fromkeys(r.row["dtype"] for r in singles):
-        mine, controls = _like(singles, dtype), _like([r for r in results if not r.truths], dtype)
-        rows.append(
-            (dtype, "layerbisect", "", share(mine, lambda r: r.right["layer"]), accused(controls))
-        )
+    clean = [r for r in results if not r.truths]
+    for scene in dict.fromkeys((r.row["model"], r.row["dtype"]) for r in singles):
+        mine, controls = _of(singles, scene), _of(clean, scene)
+        found = share(mine, lambda r: r.right["layer"])
+        rows.append((*scene, "layerbisect", "", found, accused(controls)))
         for rule in RULES:
             for threshold in (figures.FIXED[rule], figures.strictest(controls, rule)):
                 blamed = sum(figures.rule_layer(r, rule, threshold) is not None for r in controls)
@@ -72,25 +73,15 @@ def rules_part(results: Sequence[Result]) -> str:
                         *scene,
                         f"first layer with {NAMES[rule]} above",
                         f"{threshold:.2g}",
-                        share(
-                            mine,
-                            _by_rule(rule, threshold),
-                        ),
+                        share(mine, _by_rule(rule, threshold)),
                         f"{blamed} of {len(controls)}",
                     )
                 )
-    head = (
-        "model",
-        "dtype",
-        "rule",
-        "threshold",
-        "layer right, strong single faults",
-        "controls accused",
-    )
+    head = ("model", "dtype", "rule", "threshold", "layer right", "controls accused")
     return (
-        "Transformers pairs. The first threshold of each rule is one that people choose, the second "
-        "the lowest at which it accuses no control, which nobody knows beforehand.\n\n"
-        + table(head, rows)
+        "Strong single faults in transformers pairs. The first threshold of each rule is one that "
+        "people choose, the second the lowest at which it accuses no control, which nobody knows "
+        "beforehand.\n\n" + table(head, rows)
     )
 
 
