@@ -16,7 +16,8 @@ from scripts.planted.sizes import SIZED, SIZES
 PAIRS = 120
 """Pairs of faults in one scene, a third of each kind of pair."""
 DEEP = 12
-"""A model of more layers is costly: each fault in one place of it, and a tenth of the pairs."""
+"""A model of more layers is costly: each fault in one place of it, a tenth of the pairs, and a third
+of the controls, each on one side."""
 
 
 def layers_of(scene: Scene) -> tuple[int, ...]:
@@ -44,7 +45,10 @@ def controls(scene: Scene) -> Iterator[Case]:
     for control in CONTROLS:
         if scene.dtype not in control.dtypes or (control.moe_only and not scene.sparse(0)):
             continue
-        for side in SIDES if scene.layers <= DEEP else (SIDES[_number(control.name) % 2],):
+        number = _number(control.name)
+        if scene.layers > DEEP and number % 3:
+            continue
+        for side in SIDES if scene.layers <= DEEP else (SIDES[number // 3 % 2],):
             yield Case("control", (Plant(control, side),))
 
 
