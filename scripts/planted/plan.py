@@ -16,8 +16,8 @@ from scripts.planted.sizes import SIZED, SIZES
 PAIRS = 120
 """Pairs of faults in one scene, a third of each kind of pair."""
 DEEP = 12
-"""A model of more layers is costly: each fault in one place of it, a tenth of the pairs, and a third
-of the controls, each on one side."""
+"""A model of more layers is costly: each fault in one place of it, a tenth of the pairs, a third of
+the controls, each on one side."""
 
 
 def layers_of(scene: Scene) -> tuple[int, ...]:
