@@ -7,7 +7,7 @@ tell it better. Where they differ, the fault lies between the two, and no layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
@@ -64,7 +64,8 @@ def with_record(
         record: at least two of A, B and C of the responses that were captured.
 
     Raises:
-        LayerBisectError: captures that are not labelled ``rollout`` and ``trainer``.
+        LayerBisectError: captures that are not labelled ``rollout`` and ``trainer``, or that hold
+            no log-prob of any of the record's tokens.
         RecordError: no record, or one that cannot be judged.
         TrainerError: a call whose positions do not count its tokens.
     """
@@ -96,16 +97,38 @@ def with_record(
         reasons = ("the record's scores are wrong, beyond what the captures show",)
         step = scored.next if not found.culprits else found.next
         return replace(verdict, status="divergent", reasons=reasons, next=step)
-    if not culprits and found.status == "agree" and scored.status in ("unstable", "inconclusive"):
-        return replace(verdict, status=scored.status, reasons=scored.reasons, next=scored.next)
+    if not culprits and found.status == "agree":
+        reasons = _not_explained(found, scored)
+        if scored.status in ("unstable", "inconclusive"):
+            return replace(verdict, status=scored.status, reasons=scored.reasons, next=scored.next)
+        if reasons:
+            return replace(verdict, status="inconclusive", reasons=reasons, next=scored.next)
     return verdict
 
 
-def _kept(record: ScoreRecord, sides: Sequence[Capture], found: Verdict) -> Iterable[Kept]:
+def _not_explained(found: Verdict, scored: Verdict) -> tuple[str, ...]:
+    """Say, in a sentence, that the record's scores differ by more than what was captured does."""
+    if scored.status != "divergent" or scored.gap is None or found.gap is None:
+        return ()
+    predicted = found.rounding_budget.predicted_gap if found.rounding_budget else 0.0
+    if scored.gap.mae <= max(GAP_FACTOR * max(predicted, found.gap.mae), KEPT):
+        return ()
+    return (
+        f"the captures agree ({found.gap.mae:.4g} nat), and the record does not: "
+        f"{scored.reasons[0]}; no captured operator makes that",
+    )
+
+
+def _kept(record: ScoreRecord, sides: Sequence[Capture], found: Verdict) -> Iterator[Kept]:
     """Hold the record's columns against the captured log-probs of the same tokens."""
     predicted = found.rounding_budget.predicted_gap if found.rounding_budget else 0.0
-    for side, letters in zip(sides, ("AB", "C"), strict=True):
-        computed = captured_scores(record, side)
+    captured = [captured_scores(record, side) for side in sides]
+    if not any(np.isfinite(found).any() for side in captured for found in side.values()):
+        raise LayerBisectError(
+            "no response token of the record has a log-prob in either capture; give the record of "
+            "the responses that were captured, and capture the point logprob"
+        )
+    for side, computed, letters in zip(sides, captured, ("AB", "C"), strict=True):
         for column, scoring in record.info.columns.items():
             if column[0] not in letters or not is_score(column) or column == "C.grad":
                 continue
@@ -204,7 +227,7 @@ def _of_keeping(off: Kept) -> Culprit:
 def _acquitted(kept: Sequence[Kept]) -> list[RuledOut]:
     return [
         RuledOut(
-            f"{k.column} is not what the {k.side} computed",
+            f"{k.column} was changed after the {k.side} had computed it",
             f"it is within {k.mae:.2g} nat of the captured log-probs of {k.tokens} tokens",
         )
         for k in kept
@@ -218,8 +241,8 @@ def _notes(kept: Sequence[Kept], record: ScoreRecord, sides: Sequence[Capture]) 
     for side in sides:
         if side.label not in seen:
             notes.append(
-                f"the record's columns of the {side.label} were not held against its capture: no "
-                f"raw log-probs of {FEWEST} or more of the record's tokens are in it"
+                f"the record's columns of the {side.label} were not held against its capture, "
+                f"which has log-probs of fewer than {FEWEST} of the record's tokens"
             )
     sides_off = {k.side for k in kept if not k.computed and not k.scaled}
     sides_off -= {k.side for k in kept if k.computed}

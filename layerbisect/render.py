@@ -53,6 +53,9 @@ def _finding(verdict: Verdict) -> str:
 
 
 def _conviction(culprit: Culprit) -> str:
+    if culprit.operator in ("logprob", "inputs") and culprit.evidence:
+        # of the record: no operator erred, and the gap of the captures is another one
+        return f"the record's scores {side_words(culprit.side)}: {culprit.evidence[0]}"
     operator = f" ({culprit.operator})" if culprit.operator else ""
     place = culprit.point
     if culprit.layer is not None and not f"{place}.".startswith(f"layers.{culprit.layer}."):

@@ -33,7 +33,7 @@ def smallest_words(verdict: Verdict) -> str:
         else:
             outputs.setdefault(gain_words(worst.gain), []).append(_name(worst) + alone)
     told = [f"{gain} in {', '.join(names)}" for gain, names in outputs.items()]
-    gains = ["a gain of " + "; ".join(told)] if told else []
+    gains = ["the whole output off by " + "; ".join(told)] if told else []
     return "; ".join([*gains, *apart])
 
 

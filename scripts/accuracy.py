@@ -12,6 +12,7 @@ locator runs in processes of its own (`scripts.accuracy_locator`) and is told a 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -82,6 +83,8 @@ class Benchmark:
         self.work = work
         self.results = work / "results.jsonl"
         self.done = {row["id"] for row in read_results(work)}
+        # of a run that was stopped
+        shutil.rmtree(work / "cases", ignore_errors=True)
         self._pool = ThreadPoolExecutor(workers)
         self._locators = [Locator() for _ in range(workers)]
         self._room = Semaphore(workers + 2)
@@ -225,12 +228,12 @@ def run(
 
 @main.command()
 @click.option("--work", type=click.Path(path_type=Path), required=True)
-@click.option("--recorded", type=click.Path(path_type=Path), required=True)
+@click.option("--recorded", type=click.Path(path_type=Path), help="DIR/engines where not given.")
 @click.option("--workers", default=1, show_default=True, help="Locators that run side by side.")
-def engines(work: Path, recorded: Path, workers: int) -> None:
+def engines(work: Path, recorded: Path | None, workers: int) -> None:
     """Judge the cases of real engines that `scripts.planted.engines` recorded."""
     benchmark = Benchmark(work, workers)
-    waiting = benchmark.judge_engines(recorded)
+    waiting = benchmark.judge_engines(recorded or work / "engines")
     for one in waiting:
         one.result()
     benchmark.close()

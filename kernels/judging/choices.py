@@ -8,6 +8,9 @@ from layerbisect.kernels.judging.residuals import ONE_ROUNDING, unit_roundoff
 
 TIE_MARGIN = 8.0
 """A route whose margin is below this many deviations of the router's noise may flip."""
+VANISHED = 87.0
+"""Further below the largest logit, a softmax score in float32 is no normal number any more, and may
+be taken for 0: exp(-87.3) is the smallest."""
 
 
 def rounding_of_choice(
@@ -19,13 +22,15 @@ def rounding_of_choice(
     choice is made of the logits themselves, of wider ones that the logits were rounded from, or of
     softmax scores rounded to their dtype. One rounding of both logits changes their difference by
     no more than ``u (|a| + |b|)``, one of both scores their ratio by ``2 u``, and scores in float32
-    cannot tell apart what differs by less than a few roundoffs of the exponent. These are bounds,
-    not deviations: no correct choice is beyond them, in however many rows.
+    cannot tell apart what differs by less than a few roundoffs of the exponent, nor anything that
+    is so far below the largest logit that its score is 0. These are bounds, not deviations: no
+    correct choice is beyond them, in however many rows.
     """
     unit, single = unit_roundoff(_held_in(logits)), unit_roundoff("float32")
     rounded = torch.maximum(unit * (chosen.abs() + left.abs()), chosen.new_tensor(2 * unit))
     exponent = (logits.amax(1) - chosen).abs()
-    return rounded + 4 * single * (1 + exponent)
+    vanished = logits.amax(1) - left > VANISHED
+    return torch.where(vanished, torch.inf, rounded + 4 * single * (1 + exponent))
 
 
 def _held_in(logits: torch.Tensor) -> str:

@@ -111,8 +111,8 @@ def rule_layer(result: Result, rule: str, threshold: float) -> int | None:
 
 
 def strictest(controls: Sequence[Result], rule: str) -> float:
-    """The lowest threshold at which a rule accuses no control."""
-    largest = 0.0
+    """The lowest threshold at which a rule accuses no control; infinite where there is none."""
+    largest = 0.0 if controls else math.inf
     for result in controls:
         values = [v for v in result.answer["rules"][rule] if math.isfinite(v)]
         largest = max([largest, *values])

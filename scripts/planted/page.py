@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ def write_page(rows: Iterable[dict[str, Any]]) -> str:
     results = [Result(row) for row in rows]
     parts = [
         INTRO,
+        _judged(results),
         "## What was reached",
         _reached(results),
         "## Each kind of fault",
@@ -44,6 +46,12 @@ def write_page(rows: Iterable[dict[str, Any]]) -> str:
         HOW,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _judged(results: Sequence[Result]) -> str:
+    counts = Counter((r.row["model"], r.row["dtype"]) for r in results)
+    told = ", ".join(f"{count} on {model} in {dtype}" for (model, dtype), count in counts.items())
+    return f"This page is of {len(results)} cases: {told}."
 
 
 def _single(results: Iterable[Result]) -> list[Result]:

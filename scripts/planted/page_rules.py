@@ -79,9 +79,9 @@ def rules_part(results: Sequence[Result]) -> str:
                 )
     head = ("model", "dtype", "rule", "threshold", "layer right", "controls accused")
     return (
-        "Strong single faults in transformers pairs. The first threshold of each rule is one that "
-        "people choose, the second the lowest at which it accuses no control, which nobody knows "
-        "beforehand.\n\n" + table(head, rows)
+        "Strong single faults inside the model, in transformers pairs. The first threshold of each "
+        "rule is one that people choose, the second the lowest at which it accuses no control, "
+        "which nobody knows beforehand.\n\n" + table(head, rows)
     )
 
 

@@ -43,8 +43,8 @@ _WHY: tuple[tuple[str, int], ...] = ()
 
 
 def explanation(result: Result) -> str:
-    """The number of a miss's reason, "" where it is not known."""
+    """The number of a miss's reason, where it is known."""
     for pattern, number in _WHY:
         if re.search(pattern, result.id):
             return str(number)
-    return ""
+    return "not explained"

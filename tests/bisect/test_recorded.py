@@ -66,9 +66,9 @@ def test_a_true_record_changes_nothing(clean: Clean) -> None:
     verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer))
     assert verdict.status == "agree" and verdict.scores is not None
     assert [r.hypothesis for r in verdict.ruled_out][-3:] == [
-        "A is not what the rollout computed",
-        "B0 is not what the rollout computed",
-        "C0 is not what the trainer computed",
+        "A was changed after the rollout had computed it",
+        "B0 was changed after the rollout had computed it",
+        "C0 was changed after the trainer had computed it",
     ]
 
 
@@ -168,3 +168,26 @@ def test_other_labels_are_refused(clean: Clean) -> None:
     decode = Capture.open(clean.rollout, label="decode")
     with pytest.raises(LayerBisectError, match="labelled decode and trainer"):
         bisect(decode, clean.trainer, model=clean.model, record=record)
+
+
+def test_a_record_of_other_tokens_is_refused(clean: Clean) -> None:
+    calls = [
+        Call.of(c.name, c.prompt, c.response[::-1], c.scores)
+        for c in record_of(clean, clean.rollout, clean.trainer)
+    ]
+    columns = {c: Scoring() for c in ("A", "B0", "C0")}
+    with pytest.raises(LayerBisectError, match="no response token of the record"):
+        judged(clean, ScoreRecord(RecordInfo(columns=columns), calls))
+
+
+def test_a_gap_of_the_record_that_captures_do_not_show_is_no_agreement(clean: Clean) -> None:
+    draw = np.random.default_rng(1)
+    changes: dict[str, Change] = {
+        "A": lambda s: 2.0 * s,
+        "B0": lambda s: 2.0 * s,
+        "C0": lambda s: s + draw.normal(0, 1, len(s)),
+    }
+    record = record_of(clean, clean.rollout, clean.trainer, changes, "temperature")
+    verdict = judged(clean, record)
+    assert named(verdict) == [] and verdict.status == "inconclusive"
+    assert "and the record does not" in verdict.reasons[0]

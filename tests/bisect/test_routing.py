@@ -302,7 +302,7 @@ def test_unexplained_routes_are_no_agreement(tied: Tied, tmp_path: Path) -> None
     assert "1 of" in verdict.reasons[0] and "are unexplained" in verdict.reasons[0]
 
 
-@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.01, 1.0, 30.0]))
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0.01, 1.0, 30.0, 1e4]))
 def test_a_choice_by_what_was_rounded_follows(seed: int, scale: float) -> None:
     wide = scale * torch.randn(64, EXPERTS, generator=torch.Generator().manual_seed(seed))
     narrow = wide.bfloat16().float()
@@ -318,10 +318,8 @@ def test_a_choice_by_what_was_rounded_follows(seed: int, scale: float) -> None:
         chosen = largest(by, CHOSEN)
         worst = seen.masked_fill(~chosen, torch.inf).amin(1)
         left = seen.masked_fill(chosen, -torch.inf).amax(1)
-        # a score that underflows is no order
-        normal = by.gather(1, by.topk(CHOSEN + 1).indices)[:, -1] > 1e-30
         allowed = rounding_of_choice(seen, worst, left)
-        assert ((left - worst <= allowed) | ~(normal | (name == "logits"))).all(), name
+        assert (left - worst <= allowed).all(), name
 
 
 # --- order of slots

@@ -297,7 +297,7 @@ def test_the_smallest_fault_that_would_have_been_seen_is_told() -> None:
     page = rendered(verdict(sensitivity=SEEN), width=200)
     (said,) = [one for one in page.split("\n") if one.startswith("  seen")]
     assert said.endswith(
-        "that would have been convicted: a gain of 0.1 % in norm of the rollout, linear; 0.4 % in "
+        "that would have been convicted: the whole output off by 0.1 % in norm of the rollout, linear; 0.4 % in "
         "attention; a factor on the logits off by 0.12 %"
     )
     assert "least seen at" not in page and "seen" not in rendered(verdict())
