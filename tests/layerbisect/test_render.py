@@ -297,8 +297,8 @@ def test_the_smallest_fault_that_would_have_been_seen_is_told() -> None:
     page = rendered(verdict(sensitivity=SEEN), width=200)
     (said,) = [one for one in page.split("\n") if one.startswith("  seen")]
     assert said.endswith(
-        "that would have been convicted: the whole output off by 0.1 % in norm of the rollout, linear; 0.4 % in "
-        "attention; a factor on the logits off by 0.12 %"
+        "that would have been convicted: the whole output off by 0.1 % in norm "
+        "of the rollout, linear; 0.4 % in attention; a factor on the logits off by 0.12 %"
     )
     assert "least seen at" not in page and "seen" not in rendered(verdict())
     table = rendered(verdict(sensitivity=SEEN), verbose=True).split("least seen at")[1].split("\n")
@@ -318,7 +318,7 @@ def test_what_several_operators_hide_and_the_final_norm_are_told_apart() -> None
         )
     )
     page = rendered(verdict(sensitivity=coarse), width=200)
-    assert "a gain of 0.03 % in final norm; 0.45 % of what leaves several operators in one" in page
+    assert "off by 0.03 % in final norm; 0.45 % of what leaves several operators in one" in page
 
 
 def test_numbers_in_words() -> None:
