@@ -25,7 +25,7 @@ from layerbisect.bisect.live_gap import read_live
 from layerbisect.bisect.next_step import next_step
 from layerbisect.bisect.nonfinite import first_nonfinite
 from layerbisect.bisect.progress import NoProgress, Progress
-from layerbisect.bisect.recorded import with_record
+from layerbisect.bisect.recorded import open_record, with_record
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.routing_report import GapSplit, Routing
 from layerbisect.bisect.routing_split import split_gap
@@ -78,6 +78,8 @@ def bisect(
             else), in one sentence.
     """
     case = _open(rollout, trainer, model, progress or NoProgress())
+    captures = [side.capture for side in case.sides]
+    kept = None if record is None else open_record(record, captures)
     live = None if carried is None else read_live(carried, case)
     split = None
     if forced:
@@ -96,9 +98,7 @@ def bisect(
         judgement = weigh(evidence)
     case.progress.done()
     verdict = _verdict(case, differences, evidence, judgement, split)
-    if record is None:
-        return verdict
-    return with_record(verdict, record, [side.capture for side in case.sides])
+    return verdict if kept is None else with_record(verdict, *kept, captures)
 
 
 def _open(

@@ -61,8 +61,8 @@ class NonFinite:
             floor=1.0,
             where=f"{len(rows)} rows, the first at position {int(place.position[0])}",
             evidence=(
-                f"{self.point}: {len(rows)} rows hold NaN or infinity, of finite input, and "
-                f"{after} after it does, too",
+                f"{self.point}: {len(rows)} rows hold NaN or infinity, of input that is finite in "
+                f"all rows that both captures hold, and so does what follows, {after} first",
                 *unseen,
             ),
         )
@@ -112,14 +112,20 @@ def _next(side: Side, point: str, rows: NDArray[np.intp]) -> str:
 
 
 def _went_on(side: Side, after: str, rows: NDArray[np.intp]) -> bool:
-    """Whether what was computed next of these rows is not finite either."""
-    if after != "logprob":
-        return bool(len(_nonfinite(side, after, rows)))
+    """Whether all that was computed of these rows up to their log-probs is not finite either.
+
+    What was computed with goes on to the end: in a damaged capture it does not.
+    """
+    last = [name for name in _order(side) if name != "logprob" and side.holds(name, rows).all()]
+    shown = [name for name in (after, last[-1]) if name != "logprob"]
+    if not all(len(_nonfinite(side, name, rows)) for name in shown):
+        return False
     places = np.isin(side.index, rows) & side.chains.scored
     scores = side.scores().numpy()[places]
-    if not len(side.capture.scores.logprob) or not len(scores):
-        return False
-    return not bool(np.isfinite(scores).any())
+    scored = bool(len(side.capture.scores.logprob)) and len(scores) > 0
+    if scored:
+        return not bool(np.isfinite(scores).any())
+    return after != "logprob"
 
 
 def _made_by(model: ReferenceModel, side: Side, point: str) -> tuple[int | None, tuple[str, ...]]:

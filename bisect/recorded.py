@@ -7,66 +7,43 @@ tell it better. Where they differ, the fault lies between the two, and no layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 
 import numpy as np
 
 from layerbisect.bisect.budget import GAP_FACTOR
+from layerbisect.bisect.kept_scores import (
+    FEWEST,
+    KEPT,
+    Computed,
+    Kept,
+    hold_against_captures,
+    kept_otherwise,
+)
 from layerbisect.bisect.scores.decision_map import PATHS
 from layerbisect.bisect.scores.judge import judge
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.record.call import is_score
 from layerbisect.captures.record.captured import captured_scores
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.store import Capture
-
-KEPT = 1e-3
-"""Mean difference (nat) up to which a kept score is the captured one, whatever rounding predicts:
-records and captures of one forward differ by how they were printed and read."""
-FEWEST = 16
-"""Fewer tokens that both hold tell nothing."""
 
 BETWEEN = ("logprob", "inputs")
 """Operators between an engine's log-probs and the record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """How a column of the record differs from the log-probs captured of the same tokens.
-
-    ``mae`` is in nats over ``tokens``; ``allowed`` is what rounding explains. ``scaled`` says that
-    the record calls the scores those of logits over a temperature; a capture has raw ones.
-    """
-
-    column: str
-    side: str
-    tokens: int
-    mae: float
-    allowed: float
-    scaled: bool = False
-
-    @property
-    def computed(self) -> bool:
-        """Whether the kept score is the one that the engine computed."""
-        return self.mae <= self.allowed
-
-
-def with_record(
-    found: Verdict, record: ScoreRecord | str | PathLike[str], sides: Sequence[Capture]
-) -> Verdict:
-    """Add to a verdict on two captures what a record of the same run says.
-
-    Args:
-        found: the verdict on ``sides``, the rollout's capture and the trainer's.
-        record: at least two of A, B and C of the responses that were captured.
+def open_record(
+    record: ScoreRecord | str | PathLike[str], sides: Sequence[Capture]
+) -> tuple[ScoreRecord, Computed]:
+    """Open a record of what was captured on ``sides``, and look its tokens up there.
 
     Raises:
         LayerBisectError: captures that are not labelled ``rollout`` and ``trainer``, or that hold
             no log-prob of any of the record's tokens.
-        RecordError: no record, or one that cannot be judged.
+        RecordError: no record there.
         TrainerError: a call whose positions do not count its tokens.
     """
     labels = tuple(side.label for side in sides)
@@ -76,14 +53,36 @@ def with_record(
             f"{' and '.join(labels)}; give the record where the rollout's capture is compared with "
             "the trainer's"
         )
-    record = record if isinstance(record, ScoreRecord) else ScoreRecord.open(record)
+    opened = record if isinstance(record, ScoreRecord) else ScoreRecord.open(record)
+    computed = [captured_scores(opened, side) for side in sides]
+    if not any(np.isfinite(scores).any() for side in computed for scores in side.values()):
+        raise LayerBisectError(
+            "no response token of the record has a log-prob in either capture; give the record of "
+            "the responses that were captured, and capture the point logprob"
+        )
+    return opened, computed
+
+
+def with_record(
+    found: Verdict, record: ScoreRecord, computed: Computed, sides: Sequence[Capture]
+) -> Verdict:
+    """Add to a verdict on two captures what a record of the same run says.
+
+    Args:
+        found: the verdict on ``sides``, the rollout's capture and the trainer's.
+        record: at least two of A, B and C of the responses that were captured.
+        computed: what :func:`open_record` found in the captures.
+
+    Raises:
+        RecordError: a record that cannot be judged.
+    """
     scored = judge([record])
-    kept = tuple(_kept(record, sides, found))
+    kept = tuple(hold_against_captures(record, computed, sides, _predicted(found)))
     scored_culprits = [w for c in scored.culprits if (w := _weighed(c, found, kept)) is not None]
-    off = _off(kept)
+    off = kept_otherwise(kept)
     if off is not None and off.side not in {c.side for c in scored_culprits}:
         scored_culprits.append(_of_keeping(off))
-    culprits = (*found.culprits, *scored_culprits)
+    culprits = (*found.culprits, *_merged(scored_culprits))
     verdict = replace(
         found,
         culprits=culprits,
@@ -106,12 +105,23 @@ def with_record(
     return verdict
 
 
+def _merged(culprits: Sequence[Culprit]) -> list[Culprit]:
+    """One culprit a side and operator, with all that convicts it."""
+    found: dict[tuple[str | None, str], Culprit] = {}
+    for one in culprits:
+        before = found.setdefault((one.operator, one.side), one)
+        if before is not one:
+            more = tuple(line for line in one.evidence if line not in before.evidence)
+            found[one.operator, one.side] = replace(before, evidence=(*before.evidence, *more))
+    return list(found.values())
+
+
 def _not_explained(found: Verdict, scored: Verdict) -> tuple[str, ...]:
     """Say, in a sentence, that the record's scores differ by more than what was captured does."""
-    if scored.status != "divergent" or scored.gap is None or found.gap is None:
+    if scored.status != "divergent" or scored.scores is None or found.gap is None:
         return ()
-    predicted = found.rounding_budget.predicted_gap if found.rounding_budget else 0.0
-    if scored.gap.mae <= max(GAP_FACTOR * max(predicted, found.gap.mae), KEPT):
+    largest = max(pair.gap.mae for pair in scored.scores.between)
+    if largest <= max(GAP_FACTOR * max(_predicted(found) or 0.0, found.gap.mae), KEPT):
         return ()
     return (
         f"the captures agree ({found.gap.mae:.4g} nat), and the record does not: "
@@ -119,48 +129,10 @@ def _not_explained(found: Verdict, scored: Verdict) -> tuple[str, ...]:
     )
 
 
-def _kept(record: ScoreRecord, sides: Sequence[Capture], found: Verdict) -> Iterator[Kept]:
-    """Hold the record's columns against the captured log-probs of the same tokens."""
-    predicted = found.rounding_budget.predicted_gap if found.rounding_budget else 0.0
-    captured = [captured_scores(record, side) for side in sides]
-    if not any(np.isfinite(found).any() for side in captured for found in side.values()):
-        raise LayerBisectError(
-            "no response token of the record has a log-prob in either capture; give the record of "
-            "the responses that were captured, and capture the point logprob"
-        )
-    for side, computed, letters in zip(sides, captured, ("AB", "C"), strict=True):
-        for column, scoring in record.info.columns.items():
-            if column[0] not in letters or not is_score(column) or column == "C.grad":
-                continue
-            if scoring.definition == "behavior":
-                # after filters and penalties, which no capture shows
-                continue
-            off = np.concatenate(
-                [np.abs(call.scores[column] - computed[call.name])[call.mask] for call in record]
-            )
-            off = off[np.isfinite(off)]
-            if len(off) >= FEWEST:
-                allowed = max(KEPT, GAP_FACTOR * predicted)
-                scaled = scoring.definition == "temperature"
-                yield Kept(column, side.label, len(off), float(off.mean()), allowed, scaled)
-
-
-def _off(kept: Sequence[Kept]) -> Kept | None:
-    """The worst column of the one side none of whose columns is what the record calls it.
-
-    None where there is no such side, or where both are: then the captures are of another run, and
-    nobody kept a wrong score. Scores over a temperature cannot be computed from a capture, but
-    they are not the raw ones, unless the other side's are raw, too: a temperature of 1.
-    """
-    by_side: dict[str, list[Kept]] = {}
-    for one in kept:
-        by_side.setdefault(one.side, []).append(one)
-    raw = [k for k in kept if k.scaled and k.computed]
-    if len({k.side for k in raw}) == 1 and all(k in raw for k in by_side[raw[0].side]):
-        others = [k for k in kept if k.side != raw[0].side]
-        return raw[0] if others and all(k.scaled for k in others) else None
-    wrong = [ks for ks in by_side.values() if not any(k.computed or k.scaled for k in ks)]
-    return max(wrong[0], key=lambda k: k.mae) if len(wrong) == 1 else None
+def _predicted(found: Verdict) -> float | None:
+    """What gap (nat) rounding makes, None where that is not known."""
+    budget = found.rounding_budget
+    return budget.predicted_gap if budget and math.isfinite(budget.predicted_gap) else None
 
 
 def _weighed(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> Culprit | None:
@@ -168,17 +140,21 @@ def _weighed(culprit: Culprit, found: Verdict, kept: Sequence[Kept]) -> Culprit 
 
     Where A and B are changed alike, scores alone blame C, which differs from both.
     """
-    off = _off(kept)
+    off = kept_otherwise(kept)
     if culprit.operator is None and culprit.side == "unknown" and off is not None:
         return _moved(replace(culprit, operator="logprob"), off)
     if culprit.operator not in BETWEEN:
         return None if found.culprits else culprit
     mine = _columns(culprit, kept)
+    inexact = {k.side for k in kept if k.mae > KEPT}
+    if culprit.side == "unknown" and not found.culprits and len(inexact) == 1:
+        # scores cannot tell whose it is; all of the other side are copies of what it computed
+        return replace(culprit, side=inexact.pop())
     if not mine:
         return None if found.culprits else culprit
     if off is not None and off.side != culprit.side and all(k.computed != k.scaled for k in mine):
         return _moved(culprit, off)
-    if all(k.computed and not k.scaled for k in mine):
+    if all((k.computed if found.culprits else k.mae <= KEPT) and not k.scaled for k in mine):
         # what a side kept as it computed it is explained by what happens inside its engine
         return None
     return _moved(culprit, off) if off is not None and off.side == culprit.side else culprit
@@ -241,12 +217,13 @@ def _notes(kept: Sequence[Kept], record: ScoreRecord, sides: Sequence[Capture]) 
     for side in sides:
         if side.label not in seen:
             notes.append(
-                f"the record's columns of the {side.label} were not held against its capture, "
-                f"which has log-probs of fewer than {FEWEST} of the record's tokens"
+                f"the record's columns of the {side.label} were not held against its capture: it "
+                f"has log-probs of fewer than {FEWEST} of the record's tokens, they are defined "
+                "otherwise than raw, or what rounding makes is not known"
             )
-    sides_off = {k.side for k in kept if not k.computed and not k.scaled}
-    sides_off -= {k.side for k in kept if k.computed}
-    if len(sides_off) > 1:
+    off = {k.side for k in kept if k.far and not k.scaled}
+    off -= {k.side for k in kept if not k.far}
+    if len(off) > 1:
         notes.append(
             "neither side's scores in the record are those that were captured: record and captures "
             "are of different runs or weights"

@@ -235,6 +235,16 @@ def test_what_computes_nan_of_finite_input_is_convicted(
     assert verdict.status == "divergent" and "the first at position 7" in verdict.culprits[0].where
 
 
+def test_nan_in_neighbouring_points_that_ends_there_is_damage(clean: Clean, tmp_path: Path) -> None:
+    def spoil(name: str, values: NDArray[Any]) -> NDArray[Any]:
+        if name in ("layers.1.attn.out", "layers.1.mid"):
+            values[7] = np.nan
+        return values
+
+    said = unjudged(clean, **either(clean, "rollout", tmp_path, change=spoil))
+    assert said.startswith("layers.1.attn.out holds NaN or infinity in 1 rows of rollout")
+
+
 def test_no_point_in_common(clean: Clean, tmp_path: Path) -> None:
     made = {
         "rollout": rewrite(clean.rollout, tmp_path / "q", points=lambda n: n.endswith("attn.q")),

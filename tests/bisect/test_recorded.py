@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from layerbisect.captures.record.captured import captured_scores
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.store import Capture
 from tests.bisect.conftest import Clean
+from tests.bisect.making import rewrite
 
 PROMPT = 8
 Change = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -191,3 +193,41 @@ def test_a_gap_of_the_record_that_captures_do_not_show_is_no_agreement(clean: Cl
     verdict = judged(clean, record)
     assert named(verdict) == [] and verdict.status == "inconclusive"
     assert "and the record does not" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("column", ["A", "B0"])
+def test_one_column_apart_from_its_own_capture_is_no_agreement(clean: Clean, column: str) -> None:
+    changes: dict[str, Change] = {column: lambda s: s[::-1].copy()}
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer, changes))
+    assert verdict.exit_code != 0
+
+
+def test_a_small_offset_beside_an_exact_copy_is_named(clean: Clean) -> None:
+    changes: dict[str, Change] = {"A": lambda s: s - 0.03}
+    verdict = judged(clean, record_of(clean, clean.rollout, clean.trainer, changes))
+    assert named(verdict) == [(None, "logprob", "rollout")]
+
+
+def test_one_side_alone_that_is_off_may_be_another_run(clean: Clean) -> None:
+    draw = np.random.default_rng(0)
+    changes: dict[str, Change] = {
+        c: lambda s: s + draw.normal(0, 3, len(s)) for c in ("A", "B0", "C0")
+    }
+    record = record_of(clean, clean.rollout, clean.trainer, changes)
+    columns = {c: Scoring(definition="raw" if c == "C0" else "behavior") for c in ("A", "B0", "C0")}
+    other = ScoreRecord(RecordInfo(columns=columns), list(record))
+    assert ("logprob", "trainer") not in [c[1:] for c in named(judged(clean, other))]
+
+
+def test_without_a_budget_decoding_is_not_held_against_a_prefill(
+    clean: Clean, tmp_path: Path
+) -> None:
+    def spoil(name: str, values: NDArray[Any]) -> NDArray[Any]:
+        if name == "layers.1.input":
+            values[7] = np.nan
+        return values
+
+    damaged = rewrite(clean.rollout, tmp_path / "damaged", change=spoil)
+    record = record_of(clean, clean.trainer, clean.trainer)
+    verdict = judged(clean, record, damaged)
+    assert named(verdict) == [] and verdict.status == "inconclusive"
