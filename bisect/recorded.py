@@ -97,11 +97,10 @@ def with_record(
         step = scored.next if not found.culprits else found.next
         return replace(verdict, status="divergent", reasons=reasons, next=step)
     if not culprits and found.status == "agree":
-        reasons = _not_explained(found, scored)
         if scored.status in ("unstable", "inconclusive"):
             return replace(verdict, status=scored.status, reasons=scored.reasons, next=scored.next)
-        if reasons:
-            return replace(verdict, status="inconclusive", reasons=reasons, next=scored.next)
+        if said := _not_explained(found, scored):
+            return replace(verdict, status="inconclusive", reasons=(said,), next=scored.next)
     return verdict
 
 
@@ -116,13 +115,13 @@ def _merged(culprits: Sequence[Culprit]) -> list[Culprit]:
     return list(found.values())
 
 
-def _not_explained(found: Verdict, scored: Verdict) -> tuple[str, ...]:
-    """Say, in a sentence, that the record's scores differ by more than what was captured does."""
+def _not_explained(found: Verdict, scored: Verdict) -> str:
+    """Say, in a sentence or "", that the record's scores differ by more than what was captured does."""
     if scored.status != "divergent" or scored.scores is None or found.gap is None:
-        return ()
+        return ""
     largest = max(pair.gap.mae for pair in scored.scores.between)
     if largest <= max(GAP_FACTOR * max(_predicted(found) or 0.0, found.gap.mae), KEPT):
-        return ()
+        return ""
     return (
         f"the captures agree ({found.gap.mae:.4g} nat), and the record does not: "
         f"{scored.reasons[0]}; no captured operator makes that",
