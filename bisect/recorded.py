@@ -116,7 +116,7 @@ def _merged(culprits: Sequence[Culprit]) -> list[Culprit]:
 
 
 def _not_explained(found: Verdict, scored: Verdict) -> str:
-    """Say, in a sentence or "", that the record's scores differ by more than what was captured does."""
+    """Say, in a sentence or "", that the record's scores differ by more than the captured do."""
     if scored.status != "divergent" or scored.scores is None or found.gap is None:
         return ""
     largest = max(pair.gap.mae for pair in scored.scores.between)
@@ -124,7 +124,7 @@ def _not_explained(found: Verdict, scored: Verdict) -> str:
         return ""
     return (
         f"the captures agree ({found.gap.mae:.4g} nat), and the record does not: "
-        f"{scored.reasons[0]}; no captured operator makes that",
+        f"{scored.reasons[0]}; no captured operator makes that"
     )
 
 
