@@ -16,6 +16,7 @@ from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
 from layerbisect.kernels.judging.measure import Output, measure
 from layerbisect.kernels.judging.own_error import EXCESS_RATIO, EXCESS_ROWS, MEDIAN_RATIO, OwnError
+from layerbisect.kernels.judging.residuals import unit_roundoff
 from layerbisect.kernels.judging.where import heads_in_error
 
 _ITERATIONS = 8
@@ -23,6 +24,8 @@ _ITERATIONS = 8
 _SEQUENCES = 8
 _SEQUENCE_ROWS = 256
 _TINY = 1e-30
+_SAME_FACTOR = 1e-4
+"""Two factors that differ by less are one."""
 
 
 def part(points: LayerPoints, suffix: str, convicted: OwnError) -> OwnError:
@@ -59,6 +62,9 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
             "the lengths of the rotated pairs are right "
             f"({lengths.ratio:.1f}x rounding) and their angles are not"
         )
+    turned = _other_rotation(points, suffix, rows)
+    if turned:
+        return "rope", turned
     if points.model.config.qk_norm:
         # of rows and heads that are right, a norm explains all, with other weights; one head's
         # weight by channel explains a wrong channel of its projection, too
@@ -82,6 +88,45 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
                 f"(what is left is {late / rounding:.1f}x rounding)"
             )
     return "linear", "neither a rotation nor a norm explains it"
+
+
+def _other_rotation(points: LayerPoints, suffix: str, rows: torch.Tensor) -> str:
+    """Say how the rotary embedding itself changed lengths, "" where it did not."""
+    captured, exact = points.captured(suffix), points.compute(suffix)
+    assert captured is not None
+    low = points.compute(suffix, points.side.low)
+    rounding = MEDIAN_RATIO * _apart(low[rows], exact[rows])
+    positions = torch.from_numpy(points.side.chains.position)
+    before = points.model.rotate(exact, positions, inverse=True)
+    if _apart(_neighbour_lengths(captured[rows]), _neighbour_lengths(before[rows])) < rounding:
+        return (
+            "the lengths of neighbouring channels are right as they were before the rotation: it "
+            "turned channels 2i and 2i+1 together, not i and i + half"
+        )
+    factors = []
+    for name in ("attn.q", "attn.k"):
+        values, right = points.captured(name), points.compute(name)
+        if values is None:
+            return ""
+        values, right = values[rows].double(), right[rows].double()
+        factors.append(float((values * right).sum() / right.square().sum().clamp_min(_TINY)))
+        if _apart(values, factors[-1] * right) >= rounding:
+            return ""
+    first, second = factors
+    if abs(first - second) > max(unit_roundoff(points.side.dtype), _SAME_FACTOR) * abs(first):
+        return ""
+    return (
+        f"all queries and keys are {first:.4g} times what they should be, alike: cosine and sine "
+        "are (a scaled embedding's attention factor), for q/k norms and projections are two each"
+    )
+
+
+def _apart(values: torch.Tensor, right: torch.Tensor) -> float:
+    """Median over rows of the difference relative to the size of what is right."""
+    off = (values.double() - right.double()).flatten(1).square().mean(1).sqrt()
+    return float(
+        (off / right.double().flatten(1).square().mean(1).sqrt().clamp_min(_TINY)).median()
+    )
 
 
 def acquit_shared_turn(points: LayerPoints, errors: Sequence[OwnError]) -> list[OwnError]:
@@ -128,6 +173,11 @@ def _pair_lengths(x: torch.Tensor) -> torch.Tensor:
     """Lengths of the channel pairs that half-style rotary embedding turns: [row, head, pair]."""
     half = x.shape[-1] // 2
     return torch.hypot(x[..., :half], x[..., half:])
+
+
+def _neighbour_lengths(x: torch.Tensor) -> torch.Tensor:
+    """Lengths of the channel pairs that interleaved rotary embedding turns: [row, head, pair]."""
+    return torch.hypot(x[..., ::2], x[..., 1::2])
 
 
 def _misfit_of_a_norm(
