@@ -242,13 +242,14 @@ def engines(work: Path, recorded: Path | None, workers: int) -> None:
 
 @main.command()
 @click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.option("--again", type=click.Path(path_type=Path), help="The faults kept aside, once more.")
 @click.option("--page", "target", type=click.Path(path_type=Path), required=True)
-def page(work: Path, target: Path) -> None:
+def page(work: Path, again: Path | None, target: Path) -> None:
     """Write the page from what was judged."""
     rows = read_results(work)
     if not rows:
         raise click.ClickException(f"{work} holds no results; run `accuracy run` first")
-    target.write_text(write_page(rows))
+    target.write_text(write_page(rows, read_results(again) if again else ()))
     click.echo(f"{target}: {len(rows)} cases", err=True)
 
 

@@ -15,14 +15,18 @@ from scripts.planted.page_words import EXPLAINED, HOW, INTRO, explanation
 CLASSES = ("strong", "weak", "hidden", "invisible")
 
 
-def write_page(rows: Iterable[dict[str, Any]]) -> str:
-    """The whole page, in Markdown."""
+def write_page(rows: Iterable[dict[str, Any]], again: Iterable[dict[str, Any]] = ()) -> str:
+    """The whole page, in Markdown.
+
+    ``again`` are the faults kept aside, judged once more after what they had shown was mended.
+    """
     results = [Result(row) for row in rows]
     parts = [
         INTRO,
         _judged(results),
         "## What was reached",
         _reached(results),
+        _reached_again(results, [Result(row) for row in again]),
         "## Each kind of fault",
         _kinds(results),
         "## Where it ran",
@@ -45,7 +49,7 @@ def write_page(rows: Iterable[dict[str, Any]]) -> str:
         _reports(results),
         HOW,
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _judged(results: Sequence[Result]) -> str:
@@ -99,6 +103,27 @@ def _reached(results: Sequence[Result]) -> str:
     return (
         table(("", "wanted", "faults tuned on", "faults kept aside"), rows)
         + f"\n\nClean controls accused: {blamed} of {count}."
+    )
+
+
+def _reached_again(results: Sequence[Result], again: Sequence[Result]) -> str:
+    """The figures of the faults kept aside before and after mending, over the same cases."""
+    if not again:
+        return ""
+    ids = {r.id for r in again}
+    before = [r for r in results if r.id in ids]
+    rows = []
+    for name, chosen in (("one fault", _single), ("two faults", _pairs)):
+        for class_ in CLASSES[:3]:
+            first, second = (
+                [r for r in chosen(found) if r.class_ == class_] for found in (before, again)
+            )
+            if first:
+                rows.append((name, class_, share(first, _is("all")), share(second, _is("all"))))
+    return (
+        "What the faults kept aside had shown was then mended, and they were judged once more. "
+        "That is no measure of unseen faults any longer:\n\n"
+        + table(("", "effect", "kept aside, first", "once more"), rows)
     )
 
 
@@ -195,6 +220,8 @@ def _small(results: Sequence[Result]) -> str:
         "have seen there."
     )
     rows = [(r.id, f"{r.row['output']:.2g}", _seen(r) or "-") for r in missed]
+    if not rows:
+        return text
     return text + "\n\n" + table(("case", "output, in roundings", "smallest gain seen there"), rows)
 
 

@@ -66,7 +66,8 @@ def rules_part(results: Sequence[Result]) -> str:
         found = share(mine, lambda r: r.right["layer"])
         rows.append((*scene, "layerbisect", "", found, accused(controls)))
         for rule in RULES:
-            for threshold in (figures.FIXED[rule], figures.strictest(controls, rule)):
+            lowest = [figures.strictest(controls, rule)] if controls else []
+            for threshold in (figures.FIXED[rule], *lowest):
                 blamed = sum(figures.rule_layer(r, rule, threshold) is not None for r in controls)
                 rows.append(
                     (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def keys_scaled(own: Any, q: Any, k: Any, cos: Any, sin: Any, positions: Any) ->
     return q, 0.9 * k
 
 
-FORMS = {
+FORMS: dict[str, tuple[Callable[[Any], AbstractContextManager[None]], str]] = {
     "scaled": (lambda model: rotated(model, LAYER, scaled), "rope"),
     "in neighbours": (lambda model: rotated(model, LAYER, in_neighbours), "rope"),
     "normed after": (lambda model: norm_after_rotation(model, LAYER), "norm"),
