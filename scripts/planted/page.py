@@ -121,8 +121,9 @@ def _reached_again(results: Sequence[Result], again: Sequence[Result]) -> str:
             if first:
                 rows.append((name, class_, share(first, _is("all")), share(second, _is("all"))))
     return (
-        "What the faults kept aside had shown was then mended, and they were judged once more. "
-        "That is no measure of unseen faults any longer:\n\n"
+        "Of what the faults kept aside had shown, two things were then mended, and the faults that "
+        "had shown them were judged once more, alone and in pairs. That is no measure of unseen "
+        "faults any longer:\n\n"
         + table(("", "effect", "kept aside, first", "once more"), rows)
     )
 
