@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -29,15 +29,23 @@ import torch
 from layerbisect.models import make_smollm2, make_tiny
 from scripts.planted import plan
 from scripts.planted.case import Case, Made, clear, make
+from scripts.planted.controls import make_near_tied
 from scripts.planted.engine_case import hand_over, read_index
+from scripts.planted.fault import Control
 from scripts.planted.page import write_page
 from scripts.planted.scene import Scene
 
 TINY: dict[str, Any] = dict(
     layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512
 )
-MODELS = ("tiny Qwen3-MoE", "SmolLM2-135M")
-LENGTHS = {"tiny Qwen3-MoE": (6, 56), "SmolLM2-135M": (3, 40)}
+NEAR_TIED = "Qwen3-MoE with near ties"
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "tiny Qwen3-MoE": lambda directory: make_tiny(directory, **TINY),
+    NEAR_TIED: make_near_tied,
+    "SmolLM2-135M": make_smollm2,
+}
+"""Models; of the near-tied one the clean engines are controls, in every layout."""
+LENGTHS = {"SmolLM2-135M": (3, 40)}
 """Sequences, and tokens of each response."""
 PARTS = ("tuning", "held out", "all")
 KINDS = {
@@ -182,6 +190,11 @@ def wanted(scene: Scene, kinds: tuple[str, ...], part: str) -> Iterator[Case]:
                 yield case
 
 
+def unplanted(case: Case) -> bool:
+    """Whether a case is a control in which the model computes as it is."""
+    return all(isinstance(p.what, Control) and p.what.form is None for p in case.plants)
+
+
 @click.group()
 def main() -> None:
     """Measure how often the verdict is right."""
@@ -191,7 +204,7 @@ def main() -> None:
 @click.option("--work", type=click.Path(path_type=Path), required=True)
 @click.option("--part", type=click.Choice(PARTS), default="all", show_default=True)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True)
-@click.option("--model", "models", type=click.Choice(MODELS), multiple=True)
+@click.option("--model", "models", type=click.Choice(list(MAKERS)), multiple=True)
 @click.option("--dtype", "dtypes", type=click.Choice(["bfloat16", "float32"]), multiple=True)
 @click.option("--only", default="", help="Cases whose name holds this text.")
 @click.option("--workers", default=1, show_default=True, help="Locators that run side by side.")
@@ -209,15 +222,15 @@ def run(
     work.mkdir(parents=True, exist_ok=True)
     benchmark = Benchmark(work, workers)
     waiting = []
-    for model in models or MODELS:
+    for model in models or MAKERS:
         directory = work / model.replace(" ", "-")
         if not directory.exists():
-            make_tiny(directory, **TINY) if model == MODELS[0] else make_smollm2(directory)
+            MAKERS[model](directory)
         for dtype in dtypes or ("bfloat16", "float32"):
             folder = work / f"{directory.name}-{dtype}"
-            scene = Scene(directory, dtype, folder, *LENGTHS[model])
+            scene = Scene(directory, dtype, folder, *LENGTHS.get(model, ()))
             for case in wanted(scene, kinds or tuple(KINDS), part):
-                if only in case.name:
+                if only in case.name and (model != NEAR_TIED or unplanted(case)):
                     asked = benchmark.judge(scene, model, case)
                     waiting += [asked] if asked else []
     for one in waiting:
