@@ -102,8 +102,25 @@ def _reached(results: Sequence[Result]) -> str:
     count = len(_controls_of(results))
     return (
         table(("", "wanted", "faults tuned on", "faults kept aside"), rows)
-        + f"\n\nClean controls accused: {blamed} of {count}."
+        + "\n\nOf strong single faults, right in all their places: "
+        + ", ".join(
+            f"{whole} of {all_} {what}"
+            for what, (whole, all_) in (
+                ("that were tuned on", _whole(r for r in strong if not r.row["held_out"])),
+                ("that were kept aside", _whole(r for r in strong if r.row["held_out"])),
+            )
+        )
+        + f".\n\nClean controls accused: {blamed} of {count}."
     )
+
+
+def _whole(results: Iterable[Result]) -> tuple[int, int]:
+    """How many faults are right wherever they were planted, and how many there are."""
+    right: dict[str, bool] = {}
+    for result in results:
+        name = str(result.row["names"][0])
+        right[name] = right.get(name, True) and result.right["all"]
+    return sum(right.values()), len(right)
 
 
 def _reached_again(results: Sequence[Result], again: Sequence[Result]) -> str:
@@ -123,8 +140,7 @@ def _reached_again(results: Sequence[Result], again: Sequence[Result]) -> str:
     return (
         "Of what the faults kept aside had shown, two things were then mended, and the faults that "
         "had shown them were judged once more, alone and in pairs. That is no measure of unseen "
-        "faults any longer:\n\n"
-        + table(("", "effect", "kept aside, first", "once more"), rows)
+        "faults any longer:\n\n" + table(("", "effect", "kept aside, first", "once more"), rows)
     )
 
 
