@@ -37,8 +37,8 @@ def weigh(evidence: Evidence) -> Judgement:
             "inconclusive",
             (
                 f"{gap.nonfinite} of {gap.nonfinite + gap.rows} pairs of log-probs are not finite; "
-                "capture raw log-probs, before any filter of the sampler, or look at the head where "
-                "they are NaN",
+                "capture raw log-probs, before any filter of the sampler, or look at the head "
+                "where they are NaN",
             ),
         )
     if culprits:
