@@ -89,7 +89,9 @@ class SideCulprits:
             return [
                 e
                 for e in found
-                if (e.layer, _operator(e)) in stale or (_operator(e) is None and e.layer in layers)
+                if (e.layer, _operator(e)) in stale
+                # queries and keys that weights scale look as if turned otherwise
+                or ((_operator(e) is None or e.parted) and e.layer in layers)
             ]
         holding = [e for e in found if _operator(e) in WEIGHTED]
         wrong: dict[int, set[str]] = defaultdict(set)
@@ -101,7 +103,8 @@ class SideCulprits:
         if len(many) < EVERYWHERE_LAYERS:
             return []
         ends = {None} if is_everywhere(len(many), self.layers) else set()
-        return [e for e in holding if e.layer in many | ends]
+        turned = [e for e in found if e.parted and e.layer in many and e not in holding]
+        return [e for e in holding if e.layer in many | ends] + turned
 
     def _grouped(self, found: Sequence[OwnError]) -> list[list[OwnError]]:
         """One group an operator that errs in most layers, and else one a place in a layer."""
