@@ -188,12 +188,18 @@ def make_near_tied(directory: Path, *, top_k: int = 3, layers: int = 3) -> Path:
     With an odd ``top_k`` nearly every token has a pair that is cut in two, and two engines that
     round differently choose apart: a scene of it is a control by itself.
     """
-    from safetensors.torch import load_file, save_file
-
     make_tiny(
         directory, layers=layers, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8,
         top_k=top_k, vocab=512,
     )  # fmt: skip
+    tie_routers(directory)
+    return directory
+
+
+def tie_routers(directory: Path) -> None:
+    """Let experts 0 and 1, 2 and 3, ... nearly tie in every router of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
     file = directory / "model.safetensors"
     weights = load_file(file)
     for name, gate in weights.items():
@@ -201,4 +207,3 @@ def make_near_tied(directory: Path, *, top_k: int = 3, layers: int = 3) -> Path:
             near = gate[::2].float() + TIE * gate[1::2].float()
             gate[1::2] = near.to(gate.dtype)
     save_file(weights, file, metadata={"format": "pt"})
-    return directory

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -192,8 +192,3 @@ def write_record(scored: Scored, path: Path) -> None:
         for number in range(len(scored.tokens))
     ]
     ScoreRecord(RecordInfo(columns=columns), calls).save(path)
-
-
-def nothing() -> Planting:
-    """Plant nothing."""
-    return nullcontext()

@@ -17,11 +17,10 @@ from layerbisect.captures.capture import capture
 from layerbisect.fault_tools import forward_replaced
 from layerbisect.faults import plant
 from layerbisect.models import make_tiny
+from scripts.planted.controls import tie_routers
 from tests.bisect.making import Engine, Fault, random_tokens
 
 LAYERS, EXPERTS, CHOSEN = 3, 16, 3
-TIE = 0.03
-"""How far apart two neighbouring experts' router weights are, as a share of them."""
 
 Choice = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From a gate's logits, weights and numbers to the weights and numbers that it returns instead."""
@@ -32,19 +31,11 @@ def make_tied(directory: Path) -> Path:
 
     Of pairs an odd number is chosen, so nearly every token has a pair that is cut in two.
     """
-    from safetensors.torch import load_file, save_file
-
     make_tiny(
         directory, layers=LAYERS, hidden=64, heads=4, kv_heads=2, head_dim=16, experts=EXPERTS,
         top_k=CHOSEN, vocab=512,
     )  # fmt: skip
-    file = directory / "model.safetensors"
-    weights = load_file(file)
-    for name, gate in weights.items():
-        if name.endswith("mlp.gate.weight"):
-            near = gate[::2].float() + TIE * gate[1::2].float()
-            gate[1::2] = near.to(gate.dtype)
-    save_file(weights, file, metadata={"format": "pt"})
+    tie_routers(directory)
     return directory
 
 
