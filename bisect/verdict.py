@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from layerbisect.bisect.routing_report import Routing
     from layerbisect.bisect.scores.report import ScoreReport
+    from layerbisect.bisect.token_report import TokenReport
 
 OTHER_WEIGHTS = "its weights differ from the model directory"
 """What the evidence of a culprit begins with whose weights are known to be others."""
@@ -187,12 +188,36 @@ class SmallestFault:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorError:
+    """One operator's own error on one side, in units of what the low-precision reference loses.
+
+    ``own_error`` is the 95th percentile over ``rows`` and ``floor`` the same percentile of that
+    reference itself. ``covers`` names all operators of a stretch whose inner points are not
+    captured. ``convicted`` says that rounding does not explain it, which a systematic part may
+    convict where the size does not.
+    """
+
+    point: str
+    layer: int | None
+    operator: str
+    covers: tuple[str, ...]
+    side: str
+    rows: int
+    own_error: float
+    floor: float
+    convicted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The whole answer.
 
     ``reasons`` says, in sentences, why the status is what it is. ``scores`` holds the figures where
     A, B and C were judged, and ``routing`` how both sides route, where they show it.
-    ``sensitivity`` says how large a fault of each operator had to be to be seen.
+    ``sensitivity`` says how large a fault of each operator had to be to be seen. ``own_errors`` are
+    those of all operators that were judged, in the order of computation, ``tokens`` what is shown
+    of single tokens, and ``environments`` what is known of each side's engine, machine and
+    settings, by its label (of scores, by column).
     ``bool(verdict)`` is True when the sides agree.
     """
 
@@ -211,6 +236,9 @@ class Verdict:
     scores: ScoreReport | None = None
     routing: Routing | None = None
     sensitivity: tuple[SmallestFault, ...] = ()
+    own_errors: tuple[OperatorError, ...] = ()
+    tokens: TokenReport | None = None
+    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     schema: int = field(default=SCHEMA)
 
     def __bool__(self) -> bool:

@@ -15,7 +15,7 @@ from layerbisect.bisect.verdict import Verdict
 from layerbisect.bisect.weight_diff.compare import compare
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.record.replay import replay
-from layerbisect.render_weights import headline as weights_headline
+from layerbisect.terminal.weights import headline as weights_headline
 from scripts import published_scores as published
 from scripts.reproduce_megatron import MegatronTrainer
 from scripts.reproduce_report import Report, agrees, convicts, maes

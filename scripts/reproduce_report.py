@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerbisect.bisect.verdict import Verdict
-from layerbisect.render_scores import headline
+from layerbisect.terminal.scores import headline
 
 _TRANSFORMERS = """# The published experiments, reproduced
 

@@ -241,7 +241,7 @@ def verdict(
     """Bisect, and keep the verdict as data (``path``) and as printed (``.txt`` beside it)."""
     from rich.console import Console
 
-    from layerbisect.render import render_verdict
+    from layerbisect.terminal.verdict import render_verdict
 
     found = layerbisect.bisect(rollout, trainer, model=model, probe="search", progress=progress)
     text = io.StringIO()

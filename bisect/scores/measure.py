@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerbisect.bisect.scores.report import PairReport, PositionGap, TokenGap
+from layerbisect.bisect.token_report import DistributionMeasure
 from layerbisect.bisect.verdict import Gap
 from layerbisect.captures.record.call import Call
 
@@ -138,6 +139,7 @@ class PairMeasure:
         self.first, self.second = first, second
         self.whole, self._first_token, self._later = Tail(), Tail(), Tail()
         self._worst = WorstTokens()
+        self._distribution = DistributionMeasure()
         # positions 0, 1, 2-3, 4-7, ...: count, sum of sizes, sum
         self._bins = np.zeros((32, 3))
 
@@ -149,6 +151,7 @@ class PairMeasure:
             return
         difference = first[at] - second[at]
         self.whole.add(difference)
+        self._distribution.add(difference)
         start = int(at[0] == 0)
         self._first_token.add(difference[:start])
         self._later.add(difference[start:])
@@ -183,4 +186,5 @@ class PairMeasure:
             ),
             worst=self._worst.listed(),
             exact_quantiles=self.whole.exact,
+            distribution=self._distribution.report(),
         )

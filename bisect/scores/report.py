@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layerbisect.bisect.scores.split import SplitReport
+from layerbisect.bisect.token_report import Distribution
 from layerbisect.bisect.verdict import Gap
 from layerbisect.captures.record.call import GRADIENT
 
@@ -50,6 +51,7 @@ class PairReport:
     ``first_token`` is of response position 0 alone and ``later`` of all others: a response's first
     token comes from prefill and the others from decode. ``worst`` are the largest differences.
     ``exact_quantiles`` is False where p95 and p99 come from a histogram, within 0.1 %.
+    ``distribution`` counts the signed differences.
     """
 
     name: str
@@ -61,6 +63,7 @@ class PairReport:
     by_position: tuple[PositionGap, ...]
     worst: tuple[TokenGap, ...]
     exact_quantiles: bool = True
+    distribution: Distribution | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def bisect(
         )
     from layerbisect.bisect.locate import bisect as locate
     from layerbisect.progress import shown
-    from layerbisect.render import render_verdict
+    from layerbisect.terminal.verdict import render_verdict
 
     mode = cast(Literal["auto", "scan", "search"], probe)
     with shown(console(stderr=True)) as progress:

@@ -93,7 +93,7 @@ def demo(
     if as_json:
         echo_json(outcome.to_json())
     else:
-        from layerbisect.render import render_verdict
+        from layerbisect.terminal.verdict import render_verdict
 
         with page() as out:
             render_verdict(outcome.verdict, out, verbose=verbose)

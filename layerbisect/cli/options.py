@@ -87,7 +87,7 @@ def echo_scores(verdict: Verdict, *, verbose: bool, as_json: bool) -> int:
     if as_json:
         echo_json(verdict.to_json())
     else:
-        from layerbisect.render_scores import render_scores
+        from layerbisect.terminal.scores import render_scores
 
         with page() as out:
             render_scores(verdict, out, verbose=verbose)

@@ -116,7 +116,7 @@ def replay(
     from layerbisect.export import check_export, write_export
     from layerbisect.kernels.replay.deterministic import deterministic_table
     from layerbisect.progress import shown
-    from layerbisect.render_replay import render_replays
+    from layerbisect.terminal.replay import render_replays
 
     where = device_of(device)
     if where == "cpu":

@@ -38,7 +38,7 @@ def compare(before: Path, after: Path, control: tuple[Path, ...], as_json: bool)
     """
     from layerbisect.bisect.scores.side_by_side import compare_runs
     from layerbisect.captures.record.file import open_all
-    from layerbisect.render_compare import render_comparison
+    from layerbisect.terminal.compare import render_comparison
 
     if any(path.resolve() in (before.resolve(), after.resolve()) for path in control):
         raise LayerBisectError(

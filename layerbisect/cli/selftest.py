@@ -72,8 +72,8 @@ def selftest(
       layerbisect selftest --keep selftest --json
     """
     from layerbisect.progress import shown
-    from layerbisect.render_selftest import SelfTestPage
     from layerbisect.selftest import run_selftest
+    from layerbisect.terminal.selftest import SelfTestPage
 
     talk = console(stderr=True)
 

@@ -30,7 +30,7 @@ def show(capture: Path, pattern: str | None, as_json: bool) -> int:
     from layerbisect.captures.store import Capture
     from layerbisect.captures.summary import summarize
     from layerbisect.progress import shown
-    from layerbisect.render_capture import point_values, render_points, render_summary
+    from layerbisect.terminal.capture import point_values, render_points, render_summary
 
     with shown(console(stderr=True)) as progress:
         progress.start("opening the capture", 1)

@@ -37,7 +37,7 @@ def training(frozen: Path, training: Path, recompute: bool, verbose: bool, as_js
       layerbisect training captures/frozen captures/training
     """
     from layerbisect.bisect.training_forward import compare_training
-    from layerbisect.render_training import render_training
+    from layerbisect.terminal.training import render_training
 
     verdict = compare_training(frozen, training, recompute=recompute)
     if as_json:

@@ -43,7 +43,7 @@ def weights(
     """
     from layerbisect.bisect.weight_diff.compare import compare
     from layerbisect.progress import shown
-    from layerbisect.render_weights import render_weights
+    from layerbisect.terminal.weights import render_weights
 
     with shown(console(stderr=True)) as progress:
         report = compare(rollout, trainer, previous=previous, progress=progress)

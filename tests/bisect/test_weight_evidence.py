@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from layerbisect.bisect.locate import bisect
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.store import Capture
-from layerbisect.render import headline, render_verdict
+from layerbisect.terminal.verdict import headline, render_verdict
 from tests.bisect.conftest import Clean
 from tests.bisect.making import Engine, random_tokens, rewrite
 from tests.bisect.test_several_faults import stale

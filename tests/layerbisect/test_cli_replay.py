@@ -25,7 +25,7 @@ from layerbisect.kernels.replay.report import (
     WorstRow,
 )
 from layerbisect.kernels.replay.report import Result as Ran
-from layerbisect.render_replay import render_replays
+from layerbisect.terminal.replay import render_replays
 from tests.bisect.making import Engine, random_tokens
 
 REFERENCE = "--implementation=reference"

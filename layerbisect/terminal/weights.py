@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.weight_diff.report import KINDS, Group, Kind, WeightReport, described
-from layerbisect.render import side_words
-from layerbisect.render_text import STYLES, line, next_line, title
+from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.terminal.verdict import side_words
 from layerbisect.wording import count, size
 
 _ADJECTIVES: frozenset[Kind] = frozenset(

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Result
-from layerbisect.render_text import line, title
 from layerbisect.replay_words import varies
+from layerbisect.terminal.text import line, title
 from layerbisect.wording import times
 
 

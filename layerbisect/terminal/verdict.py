@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.verdict import OTHER_WEIGHTS, Culprit, RoundingBudget, Verdict
-from layerbisect.render_layers import differences_table, layers_table
-from layerbisect.render_routing import render_routing
-from layerbisect.render_sensitivity import sensitivity_table, smallest_words
-from layerbisect.render_text import STYLES, line, next_line, title
+from layerbisect.terminal.layers import differences_table, layers_table
+from layerbisect.terminal.routing import render_routing
+from layerbisect.terminal.sensitivity import sensitivity_table, smallest_words
+from layerbisect.terminal.text import STYLES, line, next_line, title
 from layerbisect.wording import bar, count, listed, nat, percent, times
 
 _LABEL = 9

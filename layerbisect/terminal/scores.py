@@ -13,8 +13,8 @@ from rich.text import Text
 from layerbisect.bisect.scores.explain import chance
 from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
-from layerbisect.render import side_words
-from layerbisect.render_text import STYLES, line, next_line, title
+from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.terminal.verdict import side_words
 from layerbisect.wording import count, listed, percent, times
 
 _SHOWN_TOKENS = 5

@@ -21,7 +21,7 @@ from layerbisect.bisect.verdict import (
     SmallestFault,
     Verdict,
 )
-from layerbisect.render import headline, render_verdict
+from layerbisect.terminal.verdict import headline, render_verdict
 from layerbisect.wording import bar, count, listed, nat, percent, size, times
 
 LONG = (

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.demo import Planted
-from layerbisect.render_text import line
 from layerbisect.selftest import LeftOut, SelfTest, Setting, Tried
+from layerbisect.terminal.text import line
 from layerbisect.wording import count
 
 _PLANTED, _VERDICT = 48, 31

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.training_report import Apart, Cause, RouteOrigin, TrainingVerdict
-from layerbisect.render_text import STYLES, line, mode_words, next_line, title
+from layerbisect.terminal.text import STYLES, line, mode_words, next_line, title
 from layerbisect.wording import count, listed, nat
 
 _SHOWN = 10

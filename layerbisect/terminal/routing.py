@@ -17,8 +17,8 @@ from layerbisect.bisect.routing_report import (
     RouteGap,
     Routing,
 )
-from layerbisect.render_layers import RUN, SHORT
-from layerbisect.render_text import line, title
+from layerbisect.terminal.layers import RUN, SHORT
+from layerbisect.terminal.text import line, title
 from layerbisect.wording import count, nat, percent
 
 LOUD = 3

@@ -15,7 +15,7 @@ from layerbisect.bisect.routing_report import (
     RouteGap,
     Routing,
 )
-from layerbisect.render_routing import render_routing, routing_sentence
+from layerbisect.terminal.routing import render_routing, routing_sentence
 
 GAPS = {
     "same": RouteGap(400, 0.0121),

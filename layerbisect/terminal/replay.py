@@ -12,9 +12,9 @@ from rich.text import Text
 
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Errors, Replay, Result, Variation
-from layerbisect.render_deterministic import render_pairs
-from layerbisect.render_text import line, title
 from layerbisect.replay_words import columns, figures
+from layerbisect.terminal.deterministic import render_pairs
+from layerbisect.terminal.text import line, title
 from layerbisect.wording import count, percent, times
 
 STYLES = {"convicted": "bold red", "acquitted": "bold green", "inconclusive": "bold yellow"}
