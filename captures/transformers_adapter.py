@@ -7,6 +7,7 @@ Queries, keys and values are not taps: they are seen where the attention functio
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.fingerprint import fingerprint
 from layerbisect.captures.format import CaptureInfo
+from layerbisect.captures.numerics_environment import numerics_environment
 from layerbisect.captures.points import select
 from layerbisect.captures.recorder import Tap
 
@@ -128,7 +130,7 @@ class Anatomy:
             # as JSON has it: dtypes and the like become strings
             model_config=json.loads(json.dumps(config.to_dict(), default=str)),
             fingerprints={name: fingerprint(t) for name, t in self.checkpoint_tensors()},
-            environment=environment,
+            environment=environment | numerics_environment(os.environ),
         )
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from layerbisect.captures.megatron.model import Chunk, check_vocab, unwrap
 from layerbisect.captures.megatron.place import Place
 from layerbisect.captures.megatron.run import run_name
 from layerbisect.captures.megatron.weights import fingerprints
+from layerbisect.captures.numerics_environment import numerics_environment
 from layerbisect.captures.routes import wanted
 from layerbisect.captures.telling import TellingWriter, warn_of
 from layerbisect.captures.wanted_rows import WantedSequences
@@ -173,5 +175,6 @@ def _describe(
             "sequence_parallel": str(place.sequence_parallel),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            **numerics_environment(os.environ),
         },
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.fingerprint import fingerprint
 from layerbisect.captures.format import CaptureInfo
+from layerbisect.captures.numerics_environment import numerics_environment
 from layerbisect.captures.sglang.layout import Layout
 
 if TYPE_CHECKING:
@@ -35,7 +38,12 @@ def info_of(runner: Any, layout: Layout, label: str, points: tuple[str, ...]) ->
             name: fingerprint(tensor) for name, tensor in checkpoint_tensors(runner, layout)
         },
         parallel=layout.sizes,
-        environment=_settings(runner.server_args) | {"torch": torch.__version__},
+        environment={
+            **_settings(runner.server_args),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **numerics_environment(os.environ),
+        },
     )
 
 
