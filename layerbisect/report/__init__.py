@@ -1,0 +1,1 @@
+"""A case as one page of HTML, and as JUnit XML."""
