@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,8 @@ class Checked:
     folder: Path
     tokens: list[list[int]] = field(init=False)
     _clean: dict[str, Capture] = field(init=False, default_factory=dict)
+    _weights: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    _outputs: dict[str, list[torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = tokens_of(self.model.config.vocab_size)
@@ -78,15 +80,47 @@ class Checked:
         with (
             planted or nullcontext(),
             capture(self.model, directory, points="all,logits", label="engine"),
-            torch.no_grad(),
         ):
-            if layout == "single":
-                for ids in self.tokens:
-                    self.model(input_ids=torch.tensor([ids]), use_cache=False)
-            else:
-                prompts = [PROMPT] * SEQUENCES
-                decode_like_rollout(self.model, self.tokens, prompts, batch_size=SEQUENCES)
+            self._compute(layout)
         return Capture.open(directory)
+
+    def keep_right(self, layout: Layout) -> None:
+        """Keep what :meth:`changed` compares with, while nothing is planted; once."""
+        if not self._weights:
+            self._weights = {name: held.detach().clone() for name, held in self._tensors()}
+        if layout not in self._outputs:
+            self._outputs[layout] = self._logits(layout)
+
+    def changed(self, layout: Layout) -> list[str]:
+        """Weights and buffers of other bits than when it was right, and whether its logits are.
+
+        Each point reaches the logits, and in float32 what changes one changes them.
+        """
+        weights = dict(self._tensors())
+        names = [n for n, right in self._weights.items() if not torch.equal(weights[n], right)]
+        pairs = zip(self._outputs[layout], self._logits(layout), strict=True)
+        return names + ["logits"] * any(not torch.equal(right, now) for right, now in pairs)
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def _logits(self, layout: Layout) -> list[torch.Tensor]:
+        taken: list[torch.Tensor] = []
+        hook = self.model.lm_head.register_forward_hook(lambda _, args, out: taken.append(out))
+        try:
+            self._compute(layout)
+        finally:
+            hook.remove()
+        return taken
+
+    @torch.no_grad()
+    def _compute(self, layout: Layout) -> None:
+        if layout == "single":
+            for ids in self.tokens:
+                self.model(input_ids=torch.tensor([ids]), use_cache=False)
+        else:
+            prompts = [PROMPT] * SEQUENCES
+            decode_like_rollout(self.model, self.tokens, prompts, batch_size=SEQUENCES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +154,12 @@ def changed_rows(right: Capture, taken: Capture, point: str) -> NDArray[np.bool_
     return changed
 
 
-def wrong_points(right: Capture, taken: Capture) -> list[str]:
+def wrong_points(right: Capture, taken: Capture) -> Iterator[str]:
     """Points of which any bit differs, in the order of computation."""
-    order = all_points(right.info.num_layers, right.info.moe_layers)
-    names = [name for name in order if name in right.points and right.has(name).any()]
-    return [name for name in names if changed_rows(right, taken, name).any()]
+    for name in all_points(right.info.num_layers, right.info.moe_layers):
+        held = name in right.points and right.has(name).any()
+        if held and changed_rows(right, taken, name).any():
+            yield name
 
 
 def check_truth(
@@ -138,7 +173,7 @@ def check_truth(
 
     No point before ``fault.point_in(layer)`` may differ in a bit, in any earlier layer either;
     that point must, in at least ``fault.changes`` of the rows of each layout; and afterwards the
-    model must compute the clean bits again.
+    model must have the right weights and compute the right bits again.
 
     Args:
         engine: in float32, so that any change shows.
@@ -159,16 +194,18 @@ def check_truth(
     found: dict[Layout, Seen] = {}
     for layout in layouts or chosen[fault.passes]:
         right = engine.clean(layout)
+        engine.keep_right(layout)
         taken = engine.run(tmp_path / f"planted {layout}", layout, fault.form(engine.model, layer))
-        wrong = wrong_points(right, taken)
-        assert wrong, f"{fault.name} changes nothing in {layout}"
-        assert wrong[0] == point, f"{fault.name} first shows at {wrong[0]} in {layout}"
+        # reading what comes after it would take longer than all else
+        first = next(wrong_points(right, taken), None)
+        assert first, f"{fault.name} changes nothing in {layout}"
+        assert first == point, f"{fault.name} first shows at {first} in {layout}"
         changed = changed_rows(right, taken, point)
         share = changed.mean()
         assert share >= fault.changes, f"{fault.name} changes {share:.3f} of {point} in {layout}"
         found[layout] = Seen(
             right.read(point), taken.read(point), changed, right.rows.position, taken
         )
-    left = wrong_points(engine.clean(layout), engine.run(tmp_path / "after", layout))
+    left = engine.changed(layout)
     assert not left, f"{fault.name} leaves {left[:3]} changed"
     return found

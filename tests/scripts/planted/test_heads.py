@@ -73,6 +73,6 @@ def test_a_head_in_float32_leaves_all_before_it(small_moe_dir: Path, tmp_path: P
     assert form is not None
     right = engine.clean("single")
     taken = engine.run(tmp_path / "c", "single", form(engine.model, 0))
-    assert wrong_points(right, taken) == ["logits"]
+    assert list(wrong_points(right, taken)) == ["logits"]
     gap = np.abs(taken.scores.logprob - right.scores.logprob)
     assert 0 < gap.max() < 0.1
