@@ -10,6 +10,7 @@ from layerbisect.cli.capture import capture
 from layerbisect.cli.demo import demo
 from layerbisect.cli.doctor import doctor
 from layerbisect.cli.replay import replay
+from layerbisect.cli.report import report
 from layerbisect.cli.scores import scores
 from layerbisect.cli.selftest import selftest
 from layerbisect.cli.show import show
@@ -72,6 +73,7 @@ for _command in (
     show,
     bisect,
     replay,
+    report,
     training,
     doctor,
 ):

@@ -1,0 +1,222 @@
+"""The first screen: what is wrong, how sure that is, what was not seen, and what to do next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerbisect.bisect.verdict import Culprit, Verdict
+from layerbisect.report.results import (
+    AccuracyResult,
+    ReplayResult,
+    Result,
+    SelfTestResult,
+    VerdictResult,
+)
+from layerbisect.terminal.scores import headline as scores_headline
+from layerbisect.terminal.sensitivity import smallest_words
+from layerbisect.terminal.verdict import headline, side_words
+from layerbisect.wording import count, listed, nat, percent, times
+
+OPERATORS = {
+    "embedding": "the embedding",
+    "norm": "RMS norm",
+    "linear": "a linear projection",
+    "rope": "the rotary embedding (RoPE)",
+    "attention": "attention",
+    "router": "the MoE router",
+    "experts": "the MoE experts",
+    "combine": "how experts' outputs are combined",
+    "residual": "the residual sum",
+    "head": "the head (final projection to logits)",
+    "logprob": "the log-probs after the model had computed its logits",
+    "weights": "the weights",
+    "inputs": "the tokens or the mask that were scored",
+}
+"""A culprit's operator in words for people who have not read any code of this."""
+
+_EVIDENCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number of the first screen, and what it is."""
+
+    value: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do: words, and commands to copy among them (``command`` says which a part is)."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The first screen of a case.
+
+    ``status`` is the leading result's, ``title`` says in plain words what is wrong, ``sentence`` is
+    the verdict as the terminal prints it. ``results`` has a line for each result of the case.
+    """
+
+    status: str
+    title: str
+    sentence: str
+    figures: tuple[Figure, ...]
+    sure: tuple[str, ...]
+    unseen: tuple[str, ...]
+    next: Step | None
+    results: tuple[tuple[str, str, str], ...]
+    planted: str | None
+
+
+def summarize(results: Sequence[Result]) -> Summary:
+    """Say what a case comes to; the result that says most leads."""
+    lead = leading(results)
+    verdict = lead.verdict if isinstance(lead, VerdictResult) else None
+    return Summary(
+        status=lead.status,
+        title=_title(lead),
+        sentence=sentence(lead),
+        figures=_figures(verdict) if verdict else (),
+        sure=_sure(lead),
+        unseen=_unseen(lead),
+        next=_step(verdict.next) if verdict and verdict.next else None,
+        results=tuple((one.name, one.status, sentence(one)) for one in results),
+        planted=next(
+            (r.planted for r in results if isinstance(r, VerdictResult) and r.planted), None
+        ),
+    )
+
+
+def leading(results: Sequence[Result]) -> Result:
+    """The result that a case is about: a bisection before scores, and what convicts before both."""
+    return max(results, key=_weight)
+
+
+def _weight(result: Result) -> tuple[int, int]:
+    """Culprits count first; of the rest, what could be judged, and then what sees deeper."""
+    if isinstance(result, VerdictResult):
+        judged = result.status in ("agree", "divergent")
+        return (3 if result.verdict.culprits else 2 if judged else 1, 0 if result.of_scores else 1)
+    return (0, 1 if isinstance(result, ReplayResult) else 0)
+
+
+def sentence(result: Result) -> str:
+    """Say a result in one sentence, without its status."""
+    if isinstance(result, VerdictResult):
+        said = (scores_headline if result.of_scores else headline)(result.verdict)
+        return said.partition(": ")[2]
+    if isinstance(result, ReplayResult):
+        if not result.replays:
+            return "nothing was replayed"
+        worst = next((r for r in result.replays if r.status == result.status), result.replays[0])
+        more = len(result.replays) - 1
+        return worst.conclusion + (f"; and {count(more, 'more stretch')}" if more else "")
+    if isinstance(result, AccuracyResult):
+        return result.summary.measured
+    found, planted = result.data["found"], result.data["planted"]
+    clean = "the clean pair is accused" if result.data["clean_accused"] else "the clean pair is not"
+    return f"{found} of {planted} planted faults were named rightly, and {clean}"
+
+
+def _title(result: Result) -> str:
+    if isinstance(result, VerdictResult):
+        return _verdict_title(result.verdict)
+    if isinstance(result, ReplayResult):
+        return {
+            "convicted": "The engine's output is beyond rounding, on the input that it was given",
+            "acquitted": "Rounding explains what the engine returned",
+        }.get(result.status, "It could not be judged")
+    if isinstance(result, SelfTestResult):
+        passed = result.data["passed"]
+        return "Every verdict was right" if passed else "A verdict was not right"
+    return "How often verdicts are right"
+
+
+def _verdict_title(verdict: Verdict) -> str:
+    if verdict.culprits:
+        first = verdict.culprits[0]
+        more = len(verdict.culprits) - 1
+        others = f", and {count(more, 'more fault')}" if more else ""
+        return _fault(first) + others
+    if verdict.status == "agree":
+        equal = verdict.gap is not None and verdict.gap.max == 0
+        return "No bug: both sides are equal" if equal else "No bug: the gap is rounding"
+    return {
+        "divergent": "The two sides differ by more than rounding, and no operator is convicted",
+        "unstable": "Not judged: a side does not repeat itself",
+    }.get(verdict.status, "It could not be judged: nobody is accused, and nobody is cleared")
+
+
+def _fault(culprit: Culprit) -> str:
+    what = OPERATORS.get(culprit.operator or "", "a layer whose inside was not captured")
+    layer = "" if culprit.layer is None else f" of layer {culprit.layer}"
+    return f"A fault in {what}{layer}, {side_words(culprit.side)}"
+
+
+def _figures(verdict: Verdict) -> tuple[Figure, ...]:
+    found = []
+    gap, budget = verdict.gap, verdict.rounding_budget
+    if gap is not None and gap.rows:
+        found.append(Figure(f"{nat(gap.mae)} nat", f"mean gap, {count(gap.rows, 'token')}"))
+    if budget is not None:
+        found.append(Figure(f"{nat(budget.predicted_gap)} nat", "gap that rounding alone makes"))
+    if verdict.culprits:
+        first = verdict.culprits[0]
+        if verdict.scores is None and first.own_error == first.own_error:
+            floor = f"(a clean one: {times(first.floor)})"
+            found.append(Figure(times(first.own_error), f"its error in units of rounding {floor}"))
+        if first.share_of_gap is not None:
+            found.append(Figure(percent(first.share_of_gap), "of the gap is made there"))
+    return tuple(found)
+
+
+def _sure(result: Result) -> tuple[str, ...]:
+    if not isinstance(result, VerdictResult):
+        return ()
+    verdict = result.verdict
+    said: list[str] = []
+    if verdict.culprits:
+        said += verdict.culprits[0].evidence[:_EVIDENCE]
+    first = sentence(result)
+    said += [reason for reason in verdict.reasons if reason not in first][:_EVIDENCE]
+    if verdict.ruled_out:
+        names = ", ".join(out.hypothesis for out in verdict.ruled_out[:3])
+        more = len(verdict.ruled_out) - 3
+        others = f", and {more} more" if more > 0 else ""
+        said.append(f"ruled out: {names}{others}")
+    seen = smallest_words(verdict)
+    if seen and not verdict.culprits:
+        said.append(f"the smallest fault that would have been convicted: {seen}")
+    points, rows = verdict.coverage.points, verdict.coverage.rows
+    if points.compared:
+        compared = f"{count(points.compared, 'point')} compared over {count(rows.joined, 'row')}"
+        said.append(compared)
+    elif rows.joined:
+        said.append(f"{count(rows.joined, 'token')} compared")
+    return tuple(said)
+
+
+def _unseen(result: Result) -> tuple[str, ...]:
+    if isinstance(result, ReplayResult):
+        return result.left_out
+    if not isinstance(result, VerdictResult):
+        return ()
+    coverage = result.verdict.coverage
+    said = list(coverage.notes)
+    if coverage.points.missing:
+        missing = count(len(coverage.points.missing), "point")
+        said.insert(0, f"{missing} not seen: {listed(coverage.points.missing)}")
+    if coverage.rows.left_out:
+        said.insert(0, f"{count(coverage.rows.left_out, 'row')} left out")
+    return tuple(said)
+
+
+def _step(text: str) -> Step:
+    """Tell commands, which stand in backticks, from the words around them."""
+    parts = re.split(r"`([^`]*)`", text)
+    return Step(tuple((part, bool(at % 2)) for at, part in enumerate(parts) if part.strip()))
