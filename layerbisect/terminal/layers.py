@@ -41,7 +41,7 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     carried = [v for e in layers for v in (e.carried_in, e.carried_out) if v is not None]
     largest = max(carried, default=0.0)
     last_carried = layers[-1].carried_out
-    whole = verdict.gap.mae if verdict.gap is not None else last_carried
+    whole = whole_gap(verdict)
     floor = verdict.probe.floor if verdict.probe is not None else 0.0
     guilty = {c.layer for c in verdict.culprits}
 
@@ -70,13 +70,24 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     return table
 
 
+def whole_gap(verdict: Verdict) -> float | None:
+    """The gap (nat) that shares are of: of the scores, else what leaves the last layer."""
+    if verdict.gap is not None:
+        return verdict.gap.mae
+    return verdict.layers[-1].carried_out if verdict.layers else None
+
+
+def step_share(before: float, after: float, whole: float, floor: float) -> float:
+    """Share of the squared whole gap that arises between two boundaries (all in nat)."""
+    return (squared_above(after, floor) - squared_above(before, floor)) / whole**2
+
+
 def _share(
     first: LayerEvidence, last: LayerEvidence, whole: float | None, floor: float
 ) -> float | None:
     if first.carried_in is None or last.carried_out is None or not whole:
         return None
-    before, after = (squared_above(gap, floor) for gap in (first.carried_in, last.carried_out))
-    return (after - before) / whole**2
+    return step_share(first.carried_in, last.carried_out, whole, floor)
 
 
 def _runs(

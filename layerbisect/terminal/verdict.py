@@ -84,6 +84,19 @@ def side_words(side: str) -> str:
     return "on an unknown side" if side == "unknown" else f"on the {side} side"
 
 
+def costliest_words(budget: RoundingBudget) -> str:
+    """Say which kind of operator to raise to float32, and what it brings; "" where none rounds."""
+    kind = max(budget.shares, key=lambda one: budget.shares[one], default="")
+    if not kind or budget.shares[kind] <= 0 or budget.quadrature <= 0:
+        return ""
+    left = math.sqrt(max(0.0, 1 - (budget.shares[kind] / budget.quadrature) ** 2))
+    before, after = nat(budget.predicted_gap), nat(budget.predicted_gap * left)
+    return (
+        f"{kind}; with it in float32 on both sides the predicted gap falls from {before} to about "
+        f"{after}"
+    )
+
+
 def render_verdict(verdict: Verdict, console: Console, *, verbose: bool = False) -> None:
     """Print ``verdict``; ``verbose`` shows every layer, and how each point differs."""
     _Page(verdict, console, verbose).print()
@@ -199,14 +212,9 @@ class _Page:
             2,
         )
         self._line(f"as captured: {sides}", 2)
-        if largest > 0 and budget.quadrature > 0:
-            left = math.sqrt(max(0.0, 1 - (largest / budget.quadrature) ** 2))
-            before, after = nat(budget.predicted_gap), nat(budget.predicted_gap * left)
-            self._line(
-                f"costliest: {shares[0][0]}; with it in float32 on both sides the predicted gap "
-                f"falls from {before} to about {after}",
-                2,
-            )
+        costliest = costliest_words(budget)
+        if costliest:
+            self._line(f"costliest: {costliest}", 2)
 
     def _coverage(self) -> None:
         verdict = self.verdict
