@@ -16,6 +16,7 @@ from layerbisect.bisect.scores.conclude import conclude
 from layerbisect.bisect.scores.conditions import conditions
 from layerbisect.bisect.scores.decision_map import floors, stand
 from layerbisect.bisect.scores.effect import EffectMeasure
+from layerbisect.bisect.scores.environments import environments
 from layerbisect.bisect.scores.explain import Judged
 from layerbisect.bisect.scores.measure import PairMeasure
 from layerbisect.bisect.scores.odd_one import OddOneOut
@@ -77,7 +78,8 @@ def judge(
         judged = _measure(steps[step], tolerance, moved, epsilon, report)
         verdict = conclude(judged, tuple(seen), step)
         seen.append(_step(step, judged))
-        verdicts.append(verdict)
+        told = environments([record.info for record in steps[step]])
+        verdicts.append(replace(verdict, environments=told))
     if not verdicts:
         raise RecordError("there is no record to judge; give at least one")
     return verdicts[0] if len(verdicts) == 1 else _of_steps(verdicts, seen)
