@@ -13,6 +13,7 @@ from layerbisect.bisect.routing_report import (
     CAUSES,
     Cause,
     GapSplit,
+    Group,
     LayerRouting,
     RouteGap,
     Routing,
@@ -25,6 +26,12 @@ LOUD = 3
 """So many layers in which most tokens flip first are shown."""
 EXAMPLES = 5
 """So many flips are told one by one."""
+GROUPS: dict[Group, str] = {
+    "same": "routed alike so far",
+    "context": "after a re-routed token",
+    "rerouted": "re-routed",
+}
+"""Tokens by how the rows before them were routed, in words."""
 _PLURAL = {"near tie": "near ties", "consequence": "consequences"}
 _HEADERS = {"near tie": "near\ntie", "consequence": "conse-\nquence", "not known": "not\nknown"}
 
@@ -34,16 +41,11 @@ def routing_sentence(routing: Routing) -> str:
     rows, flips, causes = routing.rows, routing.flips, routing.causes
     if routing.forced:
         sides = " and ".join(routing.forced)
-        return (
-            f"routing: {_share(flips, rows)} of routes differ; those of {sides} were forced on it"
-        )
+        share = share_words(flips, rows)
+        return f"routing: {share} of routes differ; those of {sides} were forced on it"
     if not flips:
         return f"routing: all {count(rows, 'route')} agree"
-    told = ", ".join(
-        f"{number:,} {cause if number == 1 else _PLURAL.get(cause, cause)}"
-        for cause in CAUSES
-        if (number := causes[cause])
-    )
+    told = ", ".join(flips_words(number, cause) for cause in CAUSES if (number := causes[cause]))
     unknown = flips - sum(causes.values())
     if unknown:
         told += f"{', ' if told else ''}{unknown:,} not judged"
@@ -52,7 +54,12 @@ def routing_sentence(routing: Routing) -> str:
         if unknown or causes["unexplained"] or causes["not known"]
         else "all explained"
     )
-    return f"routing: {_share(flips, rows)} of routes differ, {explained}: {told}"
+    return f"routing: {share_words(flips, rows)} of routes differ, {explained}: {told}"
+
+
+def flips_words(number: int, cause: Cause) -> str:
+    """Write how many flips have a cause: ``2 near ties``."""
+    return f"{number:,} {cause if number == 1 else _PLURAL.get(cause, cause)}"
 
 
 def render_routing(
@@ -67,17 +74,17 @@ def render_routing(
     if routing.flips:
         console.print(Padding(_table(routing, verbose), (0, 0, 0, 2)))
         causes: tuple[Cause, ...] = ("unexplained", "inherited") if verbose else ("unexplained",)
-        for sentence in islice(_examples(routing, causes), EXAMPLES):
+        for sentence in islice(flip_sentences(routing, causes), EXAMPLES):
             line(console, sentence, 2, hang=2)
         if routing.causes["not known"]:
-            line(console, _lacking(routing), 2, hang=2)
+            line(console, lacking_sentence(routing), 2, hang=2)
         line(console, _gaps(routing), 2, hang=2)
     if routing.split is not None:
         title(console, "gap split by routes")
-        line(console, _split(routing.split, labels[0]), 2, hang=2)
+        line(console, split_sentence(routing.split, labels[0]), 2, hang=2)
 
 
-def _lacking(routing: Routing) -> str:
+def lacking_sentence(routing: Routing) -> str:
     """Say what to capture to know of the flips of which it is not known."""
     told = [one.explained for one in routing.layers if one.explained is not None]
     names = {
@@ -88,7 +95,8 @@ def _lacking(routing: Routing) -> str:
     )
 
 
-def _share(flips: int, rows: int) -> str:
+def share_words(flips: int, rows: int) -> str:
+    """Write how much of the routes differ; the least share that is any is not called nothing."""
     value = 100 * flips / rows if rows else 0.0
     return f"{value:.1f} %" if value >= 0.05 or not flips else "<0.1 %"
 
@@ -107,7 +115,7 @@ def _table(routing: Routing, verbose: bool) -> Table:
         flips, rows = sum(one.flips for one in run), sum(one.rows for one in run)
         cells = [
             number,
-            _share(flips, rows),
+            share_words(flips, rows),
             f"{sum(one.overlap * one.rows for one in run) / max(rows, 1):.3f}",
             f"{sum(one.first for one in run):,}",
             *_causes(run, causes),
@@ -154,7 +162,8 @@ def _mean(values: Sequence[float | None]) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def _examples(routing: Routing, causes: Sequence[Cause]) -> Iterator[str]:
+def flip_sentences(routing: Routing, causes: Sequence[Cause]) -> Iterator[str]:
+    """Tell the examples of these causes one by one, by cause and then by layer."""
     told = [(one.layer, one.explained) for one in routing.layers if one.explained is not None]
     for cause, (layer, explained) in product(causes, told):
         for flip in explained.examples:
@@ -177,12 +186,7 @@ def _numbers(experts: Sequence[int]) -> str:
 
 
 def _gaps(routing: Routing) -> str:
-    names = {
-        "same": "routed alike so far",
-        "context": "after a re-routed token",
-        "rerouted": "re-routed",
-    }
-    told = [f"{names[group]} {_gap(gap)}" for group, gap in routing.gaps.items() if gap.tokens]
+    told = [f"{GROUPS[group]} {_gap(gap)}" for group, gap in routing.gaps.items() if gap.tokens]
     said = f"mean gap of tokens {'; '.join(told)}" if told else ""
     last = routing.layers[-1]
     if last.stream_same is not None and last.stream_rerouted is not None:
@@ -197,7 +201,8 @@ def _gap(gap: RouteGap) -> str:
     return f"{nat(gap.mae)} nat ({gap.tokens:,})"
 
 
-def _split(split: GapSplit, rollout: str) -> str:
+def split_sentence(split: GapSplit, rollout: str) -> str:
+    """Say what forcing the rollout's routes leaves of the gap (nat), and what takes which part."""
     said = [f"own routes {nat(split.own)} nat"]
     if split.forced is not None:
         said.append(f"{rollout}'s routes forced {nat(split.forced)}")
