@@ -9,10 +9,12 @@ small error that later layers amplify nor to a large one that they ignore.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from layerbisect.bisect.budget import GAP_FACTOR
 from layerbisect.bisect.reference import ReferenceModel
@@ -29,12 +31,15 @@ class CarriedGap:
     ``forwards`` counts the tails that were run, one a side and boundary by the reference; ``mode``
     says whether every visible boundary was probed or a search chose them. Independent
     contributions add in squares, so a layer's share of the gap is a difference of squares.
+    ``tokens`` has each boundary's absolute differences (nat, float32 [token]) in the order of
+    `read_out`; a live trainer tells none.
     """
 
     at: dict[int, float]
     mode: Mode
     forwards: int
     tail: Tail = "reference"
+    tokens: Mapping[int, NDArray[np.float32]] = field(default_factory=dict, compare=False)
 
     def floor(self, predicted: float, freedom: float) -> float:
         """Up to which gap (nat) the tail's own rounding may make all of it.
@@ -74,12 +79,16 @@ def carried_gap(
     """
     visible = visible_boundaries(sides, model.config.num_layers)
 
+    tokens: dict[int, NDArray[np.float32]] = {}
+
     def probe(layer: int) -> float:
         first, second = read_out(model, sides, layer)
-        return float((first - second).abs().nanmean())
+        apart = (first - second).abs()
+        tokens[layer] = apart.float().numpy()
+        return float(apart.nanmean())
 
     at = probe_boundaries(visible, mode, probe, progress)
-    return CarriedGap(at, mode, 2 * len(at))
+    return CarriedGap(at, mode, 2 * len(at), tokens=dict(sorted(tokens.items())))
 
 
 def read_out(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,19 +11,31 @@ import torch
 from numpy.typing import NDArray
 
 from layerbisect.bisect.join import Joined
-from layerbisect.bisect.metrics import point_difference
+from layerbisect.bisect.metrics import point_difference, row_errors
 from layerbisect.bisect.progress import Progress
 from layerbisect.bisect.routing_flips import by_expert
 from layerbisect.bisect.selection import expert_sets
 from layerbisect.bisect.side import Side
 from layerbisect.bisect.verdict import PointDifference
 from layerbisect.captures.errors import LayerBisectError
-from layerbisect.captures.points import all_points, parse
+from layerbisect.captures.points import all_points, boundary, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How all points differ, and how the residual stream does in each row.
+
+    ``streams`` has, for each layer boundary that both sides show, the joined rows' relative
+    differences (float32 [row]; nan where a side lacks the row, or a value of it is not finite).
+    """
+
+    points: tuple[PointDifference, ...]
+    streams: Mapping[int, NDArray[np.float32]]
 
 
 def point_differences(
     sides: tuple[Side, Side], joined: Joined, experts: int, progress: Progress
-) -> tuple[PointDifference, ...]:
+) -> Comparison:
     """Compare both sides' values of each common point over the joined rows that both have.
 
     Experts' numbers are compared as sets of the model's ``experts``, their weights expert by expert
@@ -37,7 +51,9 @@ def point_differences(
         if name in first.capture.points and name in second.capture.points
     ]
     rows = first.capture.rows.take(joined.rollout)
+    boundaries = {boundary(n, info.num_layers): n for n in range(info.num_layers + 1)}
     found = []
+    streams = {}
     progress.start("comparing points", len(common))
     for done, name in enumerate(common, 1):
         both = first.holds(name, joined.rollout) & second.holds(name, joined.trainer)
@@ -48,9 +64,14 @@ def point_differences(
                 found.append(_other_shape(name, ours.shape, theirs.shape, sides))
                 continue
             position, token = rows.position[both].astype(np.int64), rows.token[both]
-            found.append(point_difference(name, ours, theirs, position, token))
+            errors = row_errors(ours, theirs)
+            found.append(point_difference(name, ours, theirs, position, token, errors))
+            if name in boundaries:
+                stream = np.full(len(joined), np.nan, np.float32)
+                stream[both] = errors
+                streams[boundaries[name]] = stream
         progress.advance(done)
-    return tuple(found)
+    return Comparison(tuple(found), dict(sorted(streams.items())))
 
 
 def _values(side: Side, name: str, rows: NDArray[np.intp], experts: int) -> NDArray[Any]:

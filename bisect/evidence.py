@@ -53,6 +53,7 @@ class Evidence:
     gap: Gap
     gap_error: float
     errors: Mapping[str, Sequence[OwnError]]
+    carried: CarriedGap
     shares: Shares
     findings: Findings
     weights: WeightEvidence
@@ -95,6 +96,7 @@ def gather(
         gap=gap,
         gap_error=_standard_error(*ends),
         errors=errors,
+        carried=carried,
         shares=shares,
         findings=findings,
         weights=weights,

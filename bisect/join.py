@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from layerbisect.captures.chains import Chains, first_of_each, lay_out
 from layerbisect.captures.errors import LayerBisectError, TokenMismatchError
-from layerbisect.captures.rows import PrefixKeys, parent_keys
+from layerbisect.captures.rows import PrefixKeys, Rows, parent_keys
 from layerbisect.captures.store import Capture, ScoreTable
 
 _Keys = NDArray[np.void]
@@ -22,7 +22,8 @@ class Joined:
     ``keys`` [row] are the rows' prefix keys, in order, which is the same in any pair of captures.
     ``left_out`` counts the rows of either side that the other lacks, ``keyless`` those among them
     whose prefix is not known. ``score_rollout``/``score_trainer`` float64 [score] are both sides'
-    log-probs (nat) of the same tokens.
+    log-probs (nat) of the same tokens, ``score_rows`` those tokens in the rollout's sequences, and
+    ``score_keys`` [score] their keys.
     """
 
     rollout: NDArray[np.intp]
@@ -33,6 +34,8 @@ class Joined:
     chains: Chains
     score_rollout: NDArray[np.float64]
     score_trainer: NDArray[np.float64]
+    score_rows: Rows
+    score_keys: _Keys
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -60,7 +63,7 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
             "capture both sides on the same token IDs and the same adapter or image"
         )
     rows = (unique[0][at_rollout], unique[1][at_trainer])
-    scores = _join_scores(rollout.scores, trainer.scores)
+    score_keys, score_rows, scores = _join_scores(rollout.scores, trainer.scores)
     keyless = sum(int((~c.keys.known).sum()) for c in sides)
     return Joined(
         rollout=rows[0],
@@ -71,6 +74,8 @@ def join(rollout: Capture, trainer: Capture) -> Joined:
         chains=lay_out(rollout.rows.take(rows[0]), common),
         score_rollout=scores[0],
         score_trainer=scores[1],
+        score_rows=score_rows,
+        score_keys=score_keys,
     )
 
 
@@ -114,12 +119,13 @@ def _refuse_different_tokens(rollout: Capture, trainer: Capture, common: _Keys) 
 
 def _join_scores(
     rollout: ScoreTable, trainer: ScoreTable
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[_Keys, Rows, tuple[NDArray[np.float64], NDArray[np.float64]]]:
     firsts = [first_of_each(table.keys) for table in (rollout, trainer)]
-    _, a, b = np.intersect1d(
+    keys, a, b = np.intersect1d(
         rollout.keys.key[firsts[0]],
         trainer.keys.key[firsts[1]],
         assume_unique=True,
         return_indices=True,
     )
-    return rollout.logprob[firsts[0][a]], trainer.logprob[firsts[1][b]]
+    ours, theirs = firsts[0][a], firsts[1][b]
+    return keys, rollout.rows.take(ours), (rollout.logprob[ours], trainer.logprob[theirs])

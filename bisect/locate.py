@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from layerbisect.bisect.case import Case
-from layerbisect.bisect.differences import point_differences
+from layerbisect.bisect.differences import Comparison, point_differences
 from layerbisect.bisect.evidence import Evidence, gather
 from layerbisect.bisect.gate import (
     check_dtype,
@@ -30,7 +30,9 @@ from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.routing_report import GapSplit, Routing
 from layerbisect.bisect.routing_split import split_gap
 from layerbisect.bisect.sensitivity import smallest_faults
+from layerbisect.bisect.shown import environment, operator_errors
 from layerbisect.bisect.side import Side
+from layerbisect.bisect.token_evidence import token_report
 from layerbisect.bisect.verdict import (
     Coverage,
     CoveredRows,
@@ -86,18 +88,16 @@ def bisect(
         others = [one if isinstance(one, Capture) else Capture.open(one) for one in forced]
         first, second = (side.capture for side in case.sides)
         split = split_gap(first, second, others)
-    differences = point_differences(
-        case.sides, case.joined, case.model.config.experts, case.progress
-    )
+    compared = point_differences(case.sides, case.joined, case.model.config.experts, case.progress)
     evidence = None
-    judgement = _gates(case, differences)
+    judgement = _gates(case, compared.points)
     if judgement is None:
         evidence = gather(case, probe, live.carried if live else None)
         if live is not None:
             live.check(evidence.budget.predicted_gap, evidence.freedom)
         judgement = weigh(evidence)
     case.progress.done()
-    verdict = _verdict(case, differences, evidence, judgement, split)
+    verdict = _verdict(case, compared, evidence, judgement, split)
     return verdict if kept is None else with_record(verdict, *kept, captures)
 
 
@@ -158,7 +158,7 @@ def _gates(case: Case, differences: Sequence[PointDifference]) -> Judgement | No
 
 def _verdict(
     case: Case,
-    differences: tuple[PointDifference, ...],
+    compared: Comparison,
     evidence: Evidence | None,
     judgement: Judgement,
     split: GapSplit | None,
@@ -171,7 +171,7 @@ def _verdict(
         ruled_out=evidence.ruled_out if evidence else (),
         rounding_budget=evidence.budget if evidence else None,
         coverage=Coverage(
-            Points(len(differences), case.missing()),
+            Points(len(compared.points), case.missing()),
             CoveredRows(len(case.joined), case.joined.left_out),
             tuple(notes),
         ),
@@ -183,11 +183,14 @@ def _verdict(
         ),
         reasons=judgement.reasons,
         layers=evidence.layers if evidence else (),
-        differences=differences,
+        differences=compared.points,
         probe=evidence.probe if evidence else None,
         labels=(case.sides[0].label, case.sides[1].label),
         routing=_routing(evidence, split),
         sensitivity=smallest_faults(evidence.errors) if evidence else (),
+        own_errors=operator_errors(evidence.errors) if evidence else (),
+        tokens=token_report(case, compared.streams, evidence.carried if evidence else None),
+        environments={side.label: environment(side.capture) for side in case.sides},
     )
 
 

@@ -89,7 +89,8 @@ class Heatmap:
     ``values`` [boundary][column] is the largest over a column's rows, None where none was measured,
     and ``worst`` [boundary][column] the position of the row that has it; ``worst`` is empty where
     every column is one row. ``boundaries`` are numbered as layers are, and the last one is what
-    leaves the last layer.
+    leaves the last layer. ``left_out`` counts rows of sequences that have no column because there
+    are too many sequences; no boundary's largest value is among them.
     """
 
     measure: Measure
@@ -98,6 +99,7 @@ class Heatmap:
     columns: tuple[Column, ...]
     values: tuple[tuple[float | None, ...], ...]
     worst: tuple[tuple[int, ...], ...] = ()
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layerbisect.captures.forward_mode import ForwardMode
 
 
 def nat(value: float | None) -> str:
@@ -65,3 +69,15 @@ def bar(value: float | None, largest: float, width: int, mark: str) -> str:
     if value is None or not math.isfinite(value) or value <= 0 or largest <= 0:
         return ""
     return mark * max(1, round(width * min(value / largest, 1.0)))
+
+
+def mode_words(mode: ForwardMode) -> str:
+    """Say in which mode a model was called."""
+    parts = [
+        f"{'train' if mode.training else 'eval'} mode",
+        f"{'with' if mode.gradients else 'without'} gradients",
+    ]
+    if mode.dropout:
+        parts.append(f"dropout in {count(len(mode.dropout), 'module')}")
+    parts += [mode.recompute] if mode.recompute else []
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in mode.noise.items())])

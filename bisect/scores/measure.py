@@ -132,6 +132,35 @@ class WorstTokens:
         return tuple(worst for _, _, worst in sorted(self._heap, key=lambda e: (-e[0], -e[1])))
 
 
+class PositionBins:
+    """The gap by position, in bins 0, 1, 2-3, 4-7, ..., of any number of tokens."""
+
+    def __init__(self) -> None:
+        # count, sum of sizes, sum
+        self._bins = np.zeros((32, 3))
+
+    def add(self, position: NDArray[np.integer], difference: NDArray[np.float64]) -> None:
+        """Take in finite differences (nat) of tokens at positions, [token] each."""
+        # frexp's exponent is the number of bits, exactly
+        bits = np.frexp(position.astype(np.float64))[1]
+        for column, weights in enumerate((None, np.abs(difference), difference)):
+            self._bins[:, column] += np.bincount(bits, weights, minlength=32)
+
+    def report(self) -> tuple[PositionGap, ...]:
+        """The bins that hold tokens."""
+        return tuple(
+            PositionGap(
+                start=(1 << bits) >> 1,
+                stop=1 << bits,
+                tokens=int(tokens),
+                mae=float(size / tokens),
+                signed_mean=float(total / tokens),
+            )
+            for bits, (tokens, size, total) in enumerate(self._bins)
+            if tokens
+        )
+
+
 class PairMeasure:
     """Measures ``first`` minus ``second``."""
 
@@ -140,8 +169,7 @@ class PairMeasure:
         self.whole, self._first_token, self._later = Tail(), Tail(), Tail()
         self._worst = WorstTokens()
         self._distribution = DistributionMeasure()
-        # positions 0, 1, 2-3, 4-7, ...: count, sum of sizes, sum
-        self._bins = np.zeros((32, 3))
+        self._bins = PositionBins()
 
     def add(self, call: Call) -> None:
         """Take in a call."""
@@ -156,10 +184,7 @@ class PairMeasure:
         self._first_token.add(difference[:start])
         self._later.add(difference[start:])
         self._worst.add(call, first, second, at)
-        # frexp's exponent is the number of bits, exactly
-        bits = np.frexp(at.astype(np.float64))[1]
-        for column, weights in enumerate((None, np.abs(difference), difference)):
-            self._bins[:, column] += np.bincount(bits, weights, minlength=32)
+        self._bins.add(at, difference)
 
     def report(self) -> PairReport | None:
         """Summarize; None where no token is scored by both."""
@@ -173,17 +198,7 @@ class PairMeasure:
             gap=gap,
             first_token=self._first_token.gap(),
             later=self._later.gap(),
-            by_position=tuple(
-                PositionGap(
-                    start=(1 << bits) >> 1,
-                    stop=1 << bits,
-                    tokens=int(tokens),
-                    mae=float(size / tokens),
-                    signed_mean=float(total / tokens),
-                )
-                for bits, (tokens, size, total) in enumerate(self._bins)
-                if tokens
-            ),
+            by_position=self._bins.report(),
             worst=self._worst.listed(),
             exact_quantiles=self.whole.exact,
             distribution=self._distribution.report(),

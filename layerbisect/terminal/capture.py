@@ -19,8 +19,7 @@ from layerbisect.bisect.progress import Progress
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from layerbisect.captures.summary import CaptureSummary, PointSummary
-from layerbisect.terminal.text import mode_words
-from layerbisect.wording import count, size
+from layerbisect.wording import count, mode_words, size
 
 _SEQUENCES = 8
 _LAYER = re.compile(r"layers\.(\d+)\.")

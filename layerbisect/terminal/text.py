@@ -7,8 +7,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from layerbisect.bisect.verdict import Status
-from layerbisect.captures.forward_mode import ForwardMode
-from layerbisect.wording import count
 
 STYLES: dict[Status, str] = {
     "agree": "bold green",
@@ -16,18 +14,6 @@ STYLES: dict[Status, str] = {
     "unstable": "bold yellow",
     "inconclusive": "bold yellow",
 }
-
-
-def mode_words(mode: ForwardMode) -> str:
-    """Say in which mode a model was called."""
-    parts = [
-        f"{'train' if mode.training else 'eval'} mode",
-        f"{'with' if mode.gradients else 'without'} gradients",
-    ]
-    if mode.dropout:
-        parts.append(f"dropout in {count(len(mode.dropout), 'module')}")
-    parts += [mode.recompute] if mode.recompute else []
-    return ", ".join([*parts, *(f"{name} {value}" for name, value in mode.noise.items())])
 
 
 def title(console: Console, text: str) -> None:

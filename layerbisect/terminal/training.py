@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.training_report import Apart, Cause, RouteOrigin, TrainingVerdict
-from layerbisect.terminal.text import STYLES, line, mode_words, next_line, title
-from layerbisect.wording import count, listed, nat
+from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.wording import count, listed, mode_words, nat
 
 _SHOWN = 10
 """So many points and layers are shown where not all are asked for."""

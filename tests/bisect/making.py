@@ -100,13 +100,15 @@ def rewrite(
     info: Mapping[str, Any] | None = None,
     tokens: Callable[[NDArray[np.int64]], NDArray[np.int64]] = lambda tokens: tokens,
     context: bool = False,
+    unfed: bool = False,
     how: Callable[[str], How] = lambda name: "observed",
 ) -> Path:
     """Copy a capture as one pass, with some of its points or rows, and values changed.
 
     ``change`` gets each point's name and values; ``logprobs`` the log-probs, or is None for none;
     ``how`` says of a point how it was seen.
-    With ``context`` the tokens of rows that are left out stay known, as those of a cached prefix.
+    With ``context`` the tokens of rows that are left out stay known, as those of a cached prefix;
+    with ``unfed`` they keep their log-probs, as a generation's last token does.
     """
     old = Capture.open(source)
     index = np.flatnonzero(np.ones(len(old.rows), bool) if rows is None else rows)
@@ -123,7 +125,9 @@ def rewrite(
     if logprobs is not None:
         table = old.scores.rows
         held = set(zip(old.rows.sequence[index], old.rows.position[index], strict=True))
-        inside = np.array([p in held for p in zip(table.sequence, table.position, strict=True)])
+        inside = np.array(
+            [unfed or p in held for p in zip(table.sequence, table.position, strict=True)]
+        )
         scored = table.take(inside)
         scores = Scores(_with(scored, tokens), logprobs(old.scores.logprob[inside].copy()))
     writer.write_pass(
