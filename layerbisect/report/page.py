@@ -87,6 +87,20 @@ def script_json(value: Any) -> Markup:
     return Markup(text)
 
 
+def words(text: str) -> Markup:
+    """Set what stands in backticks as code; all else is escaped."""
+    from markupsafe import Markup, escape
+
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        # an odd number of them is no pair
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if at % 2 else escape(part)
+        for at, part in enumerate(parts)
+    )
+
+
 def _environment() -> Environment:
     try:
         import plotly  # noqa: F401
@@ -104,6 +118,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = script_json
+    environment.filters["words"] = words
     environment.filters["figure_json"] = lambda figure: script_json(figure.to_json())
     environment.filters["kind"] = lambda block: type(block).__name__
     environment.globals["heatmap_data"] = heatmap_data

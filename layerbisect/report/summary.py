@@ -30,13 +30,13 @@ OPERATORS = {
     "combine": "how experts' outputs are combined",
     "residual": "the residual sum",
     "head": "the head (final projection to logits)",
-    "logprob": "the log-probs after the model had computed its logits",
+    "logprob": "how log-probs are scored or kept",
     "weights": "the weights",
     "inputs": "the tokens or the mask that were scored",
 }
 """A culprit's operator in words for people who have not read any code of this."""
 
-_EVIDENCE = 4
+_EVIDENCE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do: words, and commands to copy among them (``command`` says which a part is)."""
+    """What to do: words with short names in backticks, and (True) commands to copy among them."""
 
     parts: tuple[tuple[str, bool], ...]
 
@@ -81,10 +81,10 @@ def summarize(results: Sequence[Result]) -> Summary:
         status=lead.status,
         title=_title(lead),
         sentence=sentence(lead),
-        figures=_figures(verdict) if verdict else (),
+        figures=() if verdict is None else _figures(verdict),
         sure=_sure(lead),
         unseen=_unseen(lead),
-        next=_step(verdict.next) if verdict and verdict.next else None,
+        next=_step(verdict.next) if verdict is not None and verdict.next else None,
         results=tuple((one.name, one.status, sentence(one)) for one in results),
         planted=next(
             (r.planted for r in results if isinstance(r, VerdictResult) and r.planted), None
@@ -144,8 +144,12 @@ def _verdict_title(verdict: Verdict) -> str:
         others = f", and {count(more, 'more fault')}" if more else ""
         return _fault(first) + others
     if verdict.status == "agree":
-        equal = verdict.gap is not None and verdict.gap.max == 0
-        return "No bug: both sides are equal" if equal else "No bug: the gap is rounding"
+        if verdict.gap is not None and verdict.gap.max == 0 and not verdict.gap.nonfinite:
+            return "No gap: the log-probs are equal"
+        if verdict.scores is not None:
+            # what scores alone show is a size, and not what makes it
+            return "The scores agree within the tolerance"
+        return "No bug: the gap is rounding"
     return {
         "divergent": "The two sides differ by more than rounding, and no operator is convicted",
         "unstable": "Not judged: a side does not repeat itself",
@@ -183,7 +187,9 @@ def _sure(result: Result) -> tuple[str, ...]:
     if verdict.culprits:
         said += verdict.culprits[0].evidence[:_EVIDENCE]
     first = sentence(result)
-    said += [reason for reason in verdict.reasons if reason not in first][:_EVIDENCE]
+    # the first reason of a conviction or of an agreement is what the sentence says
+    told = verdict.status == "agree" or bool(verdict.culprits)
+    said += [one for one in verdict.reasons[int(told) :] if one not in first][:_EVIDENCE]
     if verdict.ruled_out:
         names = ", ".join(out.hypothesis for out in verdict.ruled_out[:3])
         more = len(verdict.ruled_out) - 3
@@ -193,11 +199,12 @@ def _sure(result: Result) -> tuple[str, ...]:
     if seen and not verdict.culprits:
         said.append(f"the smallest fault that would have been convicted: {seen}")
     points, rows = verdict.coverage.points, verdict.coverage.rows
-    if points.compared:
-        compared = f"{count(points.compared, 'point')} compared over {count(rows.joined, 'row')}"
-        said.append(compared)
-    elif rows.joined:
-        said.append(f"{count(rows.joined, 'token')} compared")
+    scores = verdict.scores
+    if scores is not None:
+        responses = count(scores.responses, "response")
+        said.append(f"{count(scores.tokens, 'token')} of {responses} compared")
+    elif points.compared:
+        said.append(f"{count(points.compared, 'point')} compared over {count(rows.joined, 'row')}")
     return tuple(said)
 
 
@@ -206,17 +213,20 @@ def _unseen(result: Result) -> tuple[str, ...]:
         return result.left_out
     if not isinstance(result, VerdictResult):
         return ()
-    coverage = result.verdict.coverage
+    coverage, missing = result.verdict.coverage, result.verdict.coverage.points.missing
     said = list(coverage.notes)
-    if coverage.points.missing:
-        missing = count(len(coverage.points.missing), "point")
-        said.insert(0, f"{missing} not seen: {listed(coverage.points.missing)}")
+    if missing:
+        what = "not scored" if result.of_scores else f"{count(len(missing), 'point')} not seen"
+        said.insert(0, f"{what}: {listed(missing)}")
     if coverage.rows.left_out:
-        said.insert(0, f"{count(coverage.rows.left_out, 'row')} left out")
+        what = "token" if result.of_scores else "row"
+        said.insert(0, f"{count(coverage.rows.left_out, what)} left out")
     return tuple(said)
 
 
 def _step(text: str) -> Step:
-    """Tell commands, which stand in backticks, from the words around them."""
-    parts = re.split(r"`([^`]*)`", text)
-    return Step(tuple((part, bool(at % 2)) for at, part in enumerate(parts) if part.strip()))
+    """Tell whole commands, which stand in backticks, from the words around them."""
+    parts = re.split(r"(`layerbisect (?:[^` ]+ ){2,}[^`]*`)", text)
+    return Step(
+        tuple((part.strip("`") if at % 2 else part, bool(at % 2)) for at, part in enumerate(parts))
+    )
