@@ -13,6 +13,16 @@ from rich.text import Text
 from layerbisect.bisect.scores.explain import chance
 from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Culprit, RuledOut, Verdict
+from layerbisect.score_words import (
+    amount,
+    clipped_words,
+    divergence_words,
+    exact,
+    positions,
+    ratio_words,
+    repeat_pairs,
+    sample_words,
+)
 from layerbisect.terminal.text import STYLES, line, next_line, title
 from layerbisect.terminal.verdict import side_words
 from layerbisect.wording import count, listed, percent, times
@@ -36,13 +46,6 @@ def headline(verdict: Verdict) -> str:
 def render_scores(verdict: Verdict, console: Console, *, verbose: bool = False) -> None:
     """Print ``verdict``; ``verbose`` shows every finding, position and worst token."""
     _Page(verdict, console, verbose).print()
-
-
-def exact(value: float, digits: int = 6) -> str:
-    """Write a difference, with the six decimals of the published tables where there is room."""
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:.{digits}f}" if abs(value) < 1e3 else f"{value:.{digits - 2}g}"
 
 
 class _Page:
@@ -91,8 +94,7 @@ class _Page:
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def _gaps(self, scores: ScoreReport) -> None:
-        tokens = f"{count(scores.tokens, 'token')} of {count(scores.responses, 'response')}"
-        self._title(f"gaps in nat, over {tokens}")
+        self._title(f"gaps in nat, over {amount(scores)}")
         # eight columns of six decimals take 96
         digits = 6 if self.console.width >= 96 else 4
         rows = [
@@ -108,11 +110,10 @@ class _Page:
         headers = ("", "mean", "MAE", "p95", "p99", "max", "first", "later")
         self._table(headers, rows)
         for repeat in scores.repeats:
-            pairs = ", ".join(repeat.pairs[:3]) + (" ..." if len(repeat.pairs) > 3 else "")
             self._line(
-                f"repeats of {repeat.letter}, {repeat.kind} ({pairs}): MAE {exact(repeat.mae)}, "
-                f"max {exact(repeat.max)}; {count(repeat.moved_tokens, 'token')} moved by more "
-                f"than {repeat.tolerance:g}"
+                f"repeats of {repeat.letter}, {repeat.kind} ({repeat_pairs(repeat)}): "
+                f"MAE {exact(repeat.mae)}, max {exact(repeat.max)}; "
+                f"{count(repeat.moved_tokens, 'token')} moved by more than {repeat.tolerance:g}"
             )
             if repeat.moved_tokens:
                 shown = repeat.moved if self.verbose else repeat.moved[:_SHOWN_TOKENS]
@@ -197,7 +198,7 @@ class _Page:
         of = [{(b.start, b.stop): b for b in p.by_position} for p in pairs]
         rows = [
             (
-                str(start) if stop - start == 1 else f"{start}-{stop - 1}",
+                positions(start, stop),
                 *(exact(bins[start, stop].mae) if (start, stop) in bins else "-" for bins in of),
             )
             for start, stop in spans
@@ -208,18 +209,8 @@ class _Page:
         self._title(
             f"what it does to training, by the ratio exp({effect.trainer} - {effect.rollout})"
         )
-        self._line(
-            f"ratio {effect.ratio_mean:.4f} in the mean, {effect.ratio_min:.3g} to "
-            f"{effect.ratio_max:.3g}; "
-            f"{percent(effect.clipped_low + effect.clipped_high)} of tokens "
-            f"clipped at {effect.epsilon:g} ({percent(effect.clipped_low)} below, "
-            f"{percent(effect.clipped_high)} above)"
-        )
-        self._line(
-            f"effective sample size {percent(effect.effective_sample_size)} of tokens, "
-            f"{percent(effect.effective_responses)} of responses; KL a token: k1 "
-            f"{effect.k1:+.6f}, k3 {effect.k3:.6f} nat"
-        )
+        self._line(f"{ratio_words(effect)}; {clipped_words(effect)}")
+        self._line(f"{sample_words(effect)}; {divergence_words(effect)}")
 
     def _ruled_out(self, ruled_out: Sequence[RuledOut]) -> None:
         if not ruled_out:
