@@ -1,6 +1,7 @@
 """Shared fixtures, small models made once a session; and which tests may run beside each other."""
 
 import os
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,32 +20,38 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep all tests of servers in one worker of pytest-xdist, and begin with the slow ones.
-
-    Two servers at a time do not fit beside each other, and what they captured is made once. A
-    worker that is given its longest work last would let the others wait.
-    """
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if item.get_closest_marker("server"):
-            item.add_marker(pytest.mark.xdist_group("server"))
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda i: (not i.get_closest_marker("server"), i.path not in slow))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let the tests of a file that are in no group share a worker: they share fixtures."""
-    if config.getvalue("dist") != "loadgroup":
+    """Deal files to workers of pytest-xdist, and all that start servers to one of them.
+
+    Two servers at a time do not fit beside each other, and what they captured is made once.
+    """
+    if config.getvalue("dist") != "loadfile":
         return None
-    scheduler: Any = import_module("xdist.scheduler").LoadGroupScheduling(config, log)
-    # what is in no group is a scope of its own, tests/folder/test_file.py::test
-    scope = scheduler._split_scope
-    scheduler._split_scope = lambda nodeid: scope(nodeid).split("::")[0]
+
+    @cache
+    def starts_servers(file: str) -> bool:
+        return "pytest.mark.server" in (config.rootpath / file).read_text()
+
+    def work(test: str) -> str:
+        file = test.split("::")[0]
+        return "servers" if starts_servers(file) else file
+
+    # a group of xdist's own would be a part of the test's name, which pytest 9.2 does not let in
+    scheduler: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    scheduler._split_scope = work
     return scheduler
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let a worker begin with slow files: one that has them last would let the others wait."""
+    if hasattr(config, "workerinput"):
+        servers, slow = (
+            {item.path for item in items if item.get_closest_marker(name)}
+            for name in ("server", "slow")
+        )
+        items.sort(key=lambda item: (item.path not in servers, item.path not in slow))
 
 
 @pytest.fixture(scope="session", autouse=True)
