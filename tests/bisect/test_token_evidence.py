@@ -3,119 +3,26 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from layerbisect.bisect.heatmap import COLUMNS, HeatRows, reduce_rows
+from layerbisect.bisect.carried_gap import CarriedGap
+from layerbisect.bisect.case import Case
+from layerbisect.bisect.join import join
 from layerbisect.bisect.locate import bisect
+from layerbisect.bisect.progress import NoProgress
+from layerbisect.bisect.reference import ReferenceModel
+from layerbisect.bisect.side import Side
+from layerbisect.bisect.token_evidence import token_report
 from layerbisect.bisect.token_report import Heatmap, TokenReport
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.captures.store import Capture
 from tests.bisect.conftest import Clean
 from tests.bisect.making import rewrite
-
-Values = dict[int, NDArray[np.float32]]
-
-
-def rows_of(lengths: list[int], starts: list[int] | None = None) -> HeatRows:
-    begin = starts or [0] * len(lengths)
-    return HeatRows(
-        tuple(f"s{i}" for i in range(len(lengths))),
-        np.repeat(np.arange(len(lengths)), lengths),
-        np.concatenate([np.arange(b, b + n) for b, n in zip(begin, lengths, strict=True)]),
-    )
-
-
-def close(shown: float | None, value: float) -> bool:
-    return (np.isnan(value) and shown is None) or shown == pytest.approx(value, rel=5e-4)
-
-
-def check_reduced(found: Heatmap, values: Values, rows: HeatRows) -> None:
-    """Hold a heatmap against its rows: columns tile them, and have the largest of theirs."""
-    where = {
-        (rows.names[s], int(p)): row
-        for row, (s, p) in enumerate(zip(rows.sequence, rows.position, strict=True))
-    }
-    assert found.boundaries == tuple(sorted(values)) and len(found.columns) <= COLUMNS
-    told = [[where[c.sequence, p] for p in range(c.start, c.stop)] for c in found.columns]
-    shown = [row for column in told for row in column]
-    assert shown == sorted(set(shown)) and len(shown) + found.left_out == len(rows)
-    assert bool(found.worst) == (len(found.columns) < len(shown))
-    for place, boundary in enumerate(found.boundaries):
-        value = np.where(np.isfinite(values[boundary]), values[boundary], np.nan)
-        for number, column in enumerate(told):
-            cell = found.values[place][number]
-            assert close(cell, float(np.fmax.reduce(value[column])))
-            if found.worst:
-                at = where[found.columns[number].sequence, found.worst[place][number]]
-                assert at in column and (cell is None or value[at] == np.nanmax(value[column]))
-        cells = [cell for cell in found.values[place] if cell is not None]
-        largest = float(np.fmax.reduce(value))
-        assert close(max(cells, default=None), largest)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Values, HeatRows]:
-    many = draw(st.booleans())
-    sizes = (
-        st.lists(st.integers(1, 3), min_size=500, max_size=620)
-        if many
-        else st.lists(st.integers(1, 700), min_size=1, max_size=8)
-    )
-    rows = rows_of(lengths := draw(sizes), [draw(st.integers(0, 9))] * len(lengths))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    values: Values = {}
-    for boundary in draw(st.sets(st.integers(0, 99), min_size=1, max_size=5)):
-        value = random.exponential(10.0 ** random.integers(-6, 3), len(rows)).astype(np.float32)
-        if draw(st.booleans()):
-            value = np.round(value)
-        value[random.random(len(rows)) < draw(st.sampled_from([0.0, 0.3, 0.99]))] = np.nan
-        value[random.random(len(rows)) < draw(st.sampled_from([0.0, 0.01]))] = np.inf
-        values[boundary] = value
-    return values, rows
-
-
-@given(cases())
-def test_a_column_is_the_largest_of_its_rows_and_says_which(case: tuple[Values, HeatRows]) -> None:
-    values, rows = case
-    found = reduce_rows("stream", "relative", values, rows)
-    if found is None:
-        assert not any(np.isfinite(value).any() for value in values.values())
-    else:
-        check_reduced(found, values, rows)
-
-
-def test_of_more_sequences_than_columns_the_worst_are_shown() -> None:
-    lengths = [2] * 600
-    rows = rows_of(lengths)
-    value = np.arange(1200, dtype=np.float32)
-    early = np.zeros(1200, np.float32)
-    early[3] = 1e-6
-    found = reduce_rows("stream", "relative", {0: early, 9: value}, rows)
-    assert found is not None and found.left_out == 176 and len(found.columns) == COLUMNS
-    # the largest of each boundary, whatever its size, and those that are large anywhere
-    assert [c.sequence for c in found.columns] == ["s1", *(f"s{i}" for i in range(89, 600))]
-    assert found.values[0][0] == 1e-6 and found.worst[0][0] == 1
-
-
-def test_a_large_case_is_reduced_at_once_and_stays_small() -> None:
-    random = np.random.default_rng(0)
-    rows = rows_of([4096] * 8)
-    values: Values = {n: random.random(len(rows), np.float32) for n in range(95)}
-    start = time.process_time()
-    found = reduce_rows("carried gap", "nat", values, rows)
-    seconds = time.process_time() - start
-    assert found is not None and seconds < 2, seconds
-    assert len(found.columns) == COLUMNS and len(found.boundaries) == 95
-    assert len(json.dumps(asdict(found))) < 3e6
 
 
 def shown(verdict: Verdict) -> TokenReport:
@@ -254,3 +161,41 @@ def test_the_last_token_of_a_generation_is_there_though_it_has_no_row(
     tokens = shown(bisect(fed, clean.trainer, model=clean.model))
     assert sorted(list(one.tokens) for one in tokens.sequences) == sorted(clean.tokens)
     assert all(None not in (*one.first[1:], *one.second[1:]) for one in tokens.sequences)
+
+
+def test_boundaries_that_were_not_probed_are_not_shown(clean: Clean) -> None:
+    found = bisect(clean.rollout, clean.trainer, model=clean.model, probe="search")
+    heatmaps = by_measure(shown(found))
+    probed = {one.layer for one in found.layers if one.carried_in is not None}
+    assert set(heatmaps["carried gap"].boundaries) == probed | {4}
+    assert heatmaps["stream"].boundaries == (0, 1, 2, 3, 4)
+
+
+def test_a_live_trainer_s_carried_gap_is_of_no_single_tokens(clean: Clean) -> None:
+    first, second = Capture.open(clean.rollout), Capture.open(clean.trainer)
+    joined = join(first, second)
+    model = ReferenceModel.from_directory(clean.model)
+    row = joined.chains.row
+    sides = (
+        Side(first, joined.chains, joined.rollout[row], model.compute_dtype),
+        Side(second, joined.chains, joined.trainer[row], model.compute_dtype),
+    )
+    case = Case(model, sides, joined, NoProgress(), str(clean.model))
+    live = CarriedGap({0: 0.0, 4: 0.01}, "scan", 3, "trainer")
+    tokens = token_report(case, {}, live)
+    assert tokens.heatmaps == () and len(tokens.worst) == 20 and len(tokens.sequences) == 3
+
+
+def test_rows_without_their_sequence_s_start_still_have_their_worst_tokens(
+    clean: Clean, tmp_path: Path
+) -> None:
+    late = np.concatenate([np.arange(len(line)) >= 5 for line in clean.tokens])
+    cut = [
+        rewrite(side, tmp_path / side.name, rows=late, context=True)
+        for side in (clean.rollout, clean.trainer)
+    ]
+    found = bisect(*cut, model=clean.model)
+    tokens = shown(found)
+    assert found.status == "inconclusive"
+    assert tokens.sequences == () == tokens.heatmaps
+    assert len(tokens.worst) == 20 and min(one.start for one in tokens.by_position) == 4
