@@ -6,7 +6,7 @@ import math
 
 from layerbisect.bisect.verdict import RoundingBudget, Verdict
 from layerbisect.report.blocks import Cell, Chart, Section, Table
-from layerbisect.report.palette import BLUE, GREEN, GREY, ORANGE, figure, label
+from layerbisect.report.palette import AMBER, GREEN, GREY, ORANGE, figure, label
 from layerbisect.report.sides import side_colour
 from layerbisect.terminal.verdict import costliest_words
 from layerbisect.wording import count, nat, percent, times
@@ -30,7 +30,7 @@ def _gap_chart(verdict: Verdict, budget: RoundingBudget) -> Chart:
     bars = [("rounding predicts between the sides", budget.predicted_gap, GREEN)]
     gap = verdict.gap
     if gap is not None:
-        bars.append(("measured between the sides", gap.mae, BLUE))
+        bars.append(("measured between the sides", gap.mae, AMBER))
     bars += [
         (f"{side} from full precision", distance, side_colour(verdict.labels, side))
         for side, distance in budget.distances.items()

@@ -24,7 +24,7 @@ def gap_section(verdict: Verdict, text: TokenText | None = None) -> Section | No
         if tokens.by_position:
             blocks.append(_by_position(verdict, tokens, order))
         if tokens.distribution is not None:
-            blocks.append(_distribution(tokens.distribution, order))
+            blocks.append(_distribution(tokens.distribution, verdict.gap, order))
         if tokens.worst:
             blocks.append(_worst(verdict, tokens, order, text))
     lead = f"Differences of the same tokens' log-probs, {order}."
@@ -73,16 +73,15 @@ def _by_position(verdict: Verdict, tokens: TokenReport, order: str) -> Chart:
     return by_position_chart("gap-position", title, series, band, reading, "rounding predicts")
 
 
-def _distribution(spread: Distribution, order: str) -> Chart:
+def _distribution(spread: Distribution, gap: Gap, order: str) -> Chart:
     total = sum(spread.counts)
     bins = list(zip(spread.edges[:-1], spread.edges[1:], spread.counts, strict=True))
     above = sum(number for low, _, number in bins if low > 0)
     below = sum(number for _, high, number in bins if high < 0)
-    filled = [(low, high) for low, high, number in bins if number]
     reading = (
         f"{percent(above / total)} of {count(total, 'token')} lie above 0 and "
-        f"{percent(below / total)} below; they reach from {nat(filled[0][0])} to "
-        f"{nat(filled[-1][1])} nat. A heap on one side alone is systematic, and no rounding."
+        f"{percent(below / total)} below; their mean is {nat(gap.signed_mean)} nat, the largest "
+        f"{nat(gap.max)} nat from 0. A heap on one side alone is systematic, and no rounding."
     )
     title = "How the differences are spread"
     return distribution_chart("gap-spread", title, {order: spread}, reading)

@@ -2,34 +2,17 @@
 (() => {
   const CONFIG = { displayModeBar: false, responsive: true };
   const CURSOR = "#D55E00";
-  const BEFORE = 24;
-  const AFTER = 16;
   const blocks = [];
-
-  // text of tokens and names go into the page by textContent alone
-  const element = (tag, name, ...children) => {
-    const made = document.createElement(tag);
-    if (name) made.className = name;
-    made.append(...children);
-    return made;
-  };
-  // plotly reads markup in what it shows
-  const inert = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-  const digits = (value) => {
-    const size = Math.abs(value);
-    if (size === 0) return "0";
-    return size < 1e-4 ? value.toExponential(1) : size < 10 ? value.toFixed(4) : value.toFixed(2);
-  };
 
   class HeatmapBlock {
     constructor(figure) {
       this.figure = figure;
       this.chart = figure.querySelector(".chart");
       this.cursorLine = figure.querySelector(".cursor");
-      this.panel = figure.querySelector(".token-panel");
       this.form = figure.querySelector("form.open-token");
       this.data = JSON.parse(figure.querySelector("script.heatmap-data").textContent);
       this.look = JSON.parse(figure.querySelector("script.heatmap-figure").textContent);
+      this.panel = new TokenPanel(figure.querySelector(".token-panel"), this.data, this.look.layout);
       this.shown = 0;
       this.cursor = this.largest();
       this.opened = null;
@@ -46,7 +29,7 @@
         const height = (value) => (value === null ? null : value === 0 ? zero : Math.max(Math.log10(value), least));
         trace.z = heatmap.values.map((row) => row.map(height));
         trace.customdata = heatmap.values.map((row, line) =>
-          row.map((_, column) => inert(this.describe(heatmap, line, column))));
+          row.map((_, column) => HeatmapText.inert(this.describe(heatmap, line, column))));
       });
       Plotly.newPlot(this.chart, this.look.data, this.look.layout, CONFIG);
     }
@@ -64,7 +47,7 @@
       });
       const { sequence } = this.form.elements;
       sequence.append(...this.data.sequences.map((one, number) => {
-        const option = element("option", "", one.name);
+        const option = HeatmapText.element("option", "", one.name);
         option.value = number;
         return option;
       }));
@@ -122,19 +105,12 @@
       return this.heatmap.columns.findIndex(([one, start, stop]) => one === sequence && start <= position && position < stop);
     }
 
-    worstOf(heatmap, line, column) {
-      const start = heatmap.columns[column][1];
-      return heatmap.worst.length ? start + heatmap.worst[line][column] : start;
-    }
-
-    unit(heatmap) { return heatmap.unit === "relative" ? "of its size" : heatmap.unit; }
-
     describe(heatmap, line, column) {
       const [sequence, start, stop] = heatmap.columns[column];
       const value = heatmap.values[line][column];
       const where = stop - start > 1 ? `positions ${start} to ${stop - 1}` : `position ${start}`;
-      const said = value === null ? "not measured" : `${value} ${this.unit(heatmap)}`;
-      const most = stop - start > 1 && value ? `, the largest at position ${this.worstOf(heatmap, line, column)}` : "";
+      const said = value === null ? "not measured" : `${value} ${HeatmapText.unit(heatmap)}`;
+      const most = stop - start > 1 && value ? `, the largest at position ${HeatmapText.worst(heatmap, line, column)}` : "";
       return `${this.data.sequences[sequence].name}, ${where}, into layer ${heatmap.boundaries[line]}: ${said}${most}`;
     }
 
@@ -174,7 +150,7 @@
 
     openCell() {
       const [line, column] = this.cursor;
-      this.open(this.heatmap.columns[column][0], this.worstOf(this.heatmap, line, column));
+      this.open(this.heatmap.columns[column][0], HeatmapText.worst(this.heatmap, line, column));
     }
 
     open(sequence, position, scroll = true) {
@@ -182,133 +158,16 @@
       this.form.elements.sequence.value = sequence;
       this.limit();
       const [first, last] = this.reach(sequence);
-      const { name } = this.data.sequences[sequence];
-      const heading = element("h4", "", `${name}, position ${position}`);
       if (!Number.isInteger(position) || position < first || position > last) {
-        this.panel.replaceChildren(heading, element("p", "", `This sequence has positions ${first} to ${last}.`));
+        const { name } = this.data.sequences[sequence];
+        this.panel.say(`${name}, position ${position}`, `This sequence has positions ${first} to ${last}.`);
         return;
       }
       this.form.elements.position.value = position;
       const column = this.columnOf(sequence, position);
-      if (column >= 0 && this.cursor[1] !== column) this.moveTo(this.cursor[0], column);
-      const parts = [heading, this.steps(sequence, position, first, last), this.facts(sequence, position, column)];
-      parts.push(this.context(sequence, position));
-      const small = element("div", "chart small");
-      if (column >= 0) parts.push(small);
-      this.panel.replaceChildren(...parts);
-      if (column >= 0) this.drawColumn(small, column);
-      if (scroll) this.panel.scrollIntoView({ block: "nearest" });
-    }
-
-    steps(sequence, position, first, last) {
-      const made = element("p", "steps");
-      for (const [text, to] of [["Previous token", position - 1], ["Next token", position + 1]]) {
-        const button = element("button", "", text);
-        button.type = "button";
-        button.disabled = to < first || to > last;
-        button.addEventListener("click", () => {
-          this.open(sequence, to);
-          // the button that was pressed is gone, and so is the focus
-          const again = [...this.panel.querySelectorAll(".steps button")];
-          (again.find((one) => one.textContent === text && !one.disabled) ?? again.find((one) => !one.disabled))?.focus();
-        });
-        made.append(button, " ");
-      }
-      return made;
-    }
-
-    token(sequence, position) {
-      const { start, tokens } = this.data.sequences[sequence];
-      const id = tokens[position - start];
-      if (id === undefined) return null;
-      const shown = this.data.text === null ? String(id) : this.data.text[id];
-      const made = element("bdi", "token", shown);
-      made.title = `token ${id}, position ${position}`;
-      return { id, made };
-    }
-
-    facts(sequence, position, column) {
-      const { start, first, second } = this.data.sequences[sequence];
-      const rows = [];
-      const add = (name, ...said) => rows.push(element("div", "", element("dt", "", name), element("dd", "", ...said)));
-      const named = (at) => {
-        const found = this.token(sequence, at);
-        if (!found) return ["not captured"];
-        return this.data.text === null ? ["ID ", found.made] : [found.made, ` ID ${found.id}`];
-      };
-      add("token read", ...named(position));
-      add("token predicted", ...named(position + 1));
-      const scores = [first, second].map((one) => one[position + 1 - start] ?? null);
-      const [a, b] = this.data.labels;
-      add(`log-prob, ${a}`, scores[0] === null ? "not captured" : `${digits(scores[0])} nat`);
-      add(`log-prob, ${b}`, scores[1] === null ? "not captured" : `${digits(scores[1])} nat`);
-      if (!scores.includes(null)) add(`${a} minus ${b}`, `${digits(scores[0] - scores[1])} nat`);
-      if (column >= 0) add(this.heatmap.measure, this.layers(column));
-      else add(this.heatmap.measure, "no column of the heatmap has this position");
-      const width = column >= 0 ? this.heatmap.columns[column][2] - this.heatmap.columns[column][1] : 1;
-      if (width > 1) add("column", this.shared(column));
-      return element("dl", "facts", ...rows);
-    }
-
-    layers(column) {
-      const { values, boundaries } = this.heatmap;
-      const unit = this.unit(this.heatmap);
-      const measured = boundaries.map((layer, line) => [layer, values[line][column]]).filter(([, value]) => value !== null);
-      if (!measured.length) return "not measured";
-      const [layer, most] = measured.reduce((best, one) => (one[1] > best[1] ? one : best));
-      if (most === 0) return "0 at all boundaries: the sides are the same";
-      const rises = measured.slice(1).map(([to, value], at) => [value - measured[at][1], measured[at], [to, value]]);
-      const said = `largest into layer ${layer}, ${most} ${unit}`;
-      if (!rises.length) return said;
-      const [rise, [from, before], [to, after]] = rises.reduce((best, one) => (one[0] > best[0] ? one : best));
-      if (rise <= 0) return said;
-      const where = to - from === 1 ? `layer ${from}` : `layers ${from} to ${to - 1}`;
-      return `${said}; it rises most over ${where}, from ${before} to ${after}`;
-    }
-
-    shared(column) {
-      const [, start, stop] = this.heatmap.columns[column];
-      const lines = this.heatmap.values.map((_, line) => line).filter((line) => this.heatmap.values[line][column] !== null);
-      const said = `stands for positions ${start} to ${stop - 1}; at each layer it shows the largest of them`;
-      if (!lines.length) return said;
-      const worst = lines.reduce((best, one) => (this.heatmap.values[one][column] > this.heatmap.values[best][column] ? one : best));
-      return `${said}, the worst of all being that of position ${this.worstOf(this.heatmap, worst, column)}`;
-    }
-
-    context(sequence, position) {
-      const { start, tokens } = this.data.sequences[sequence];
-      const made = element("p", "tokens");
-      const from = Math.max(position - BEFORE, start);
-      const to = Math.min(position + AFTER, start + tokens.length - 1);
-      if (from > start) made.append("... ");
-      for (let at = from; at <= to; at += 1) {
-        const { made: one } = this.token(sequence, at);
-        if (at === position) made.append(element("mark", "read", one));
-        else if (at === position + 1) made.append(element("mark", "predicted", one));
-        else made.append(one);
-        made.append(" ");
-      }
-      if (to < start + tokens.length - 1) made.append("...");
-      const said = this.data.text === null
-        ? "Marked are the token read and the one predicted from it. These are IDs: `layerbisect report --tokenizer DIR` shows text."
-        : "Marked are the token read and the one predicted from it.";
-      return element("div", "around", made, element("p", "note", said));
-    }
-
-    drawColumn(where, column) {
-      const { values, boundaries, measure, unit } = this.heatmap;
-      where.setAttribute("role", "img");
-      where.setAttribute("aria-label", `${measure} by layer boundary for this column`);
-      const { font } = this.look.layout;
-      Plotly.newPlot(where, [{
-        type: "scatter", mode: "lines+markers", x: boundaries, y: values.map((row) => row[column]),
-        line: { color: "#0072B2" }, hovertemplate: "into layer %{x}: %{y:.3g}<extra></extra>",
-      }], {
-        font, height: 220, margin: { l: 64, r: 16, t: 8, b: 44 },
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        xaxis: { title: { text: "layer boundary" }, zeroline: false },
-        yaxis: { title: { text: `${measure}, ${unit}` }, zeroline: false, rangemode: "tozero" },
-      }, CONFIG);
+      if (column >= 0) this.moveTo(this.cursor[0], column);
+      this.panel.show(this.heatmap, sequence, position, column, [first, last], (to) => this.open(sequence, to));
+      if (scroll) this.panel.section.scrollIntoView({ block: "nearest" });
     }
   }
 
@@ -327,8 +186,8 @@
     }
     if (!block) return false;
     block.open(block.data.sequences.findIndex((one) => one.name === sequence), position);
-    block.panel.focus({ preventScroll: true });
-    block.panel.scrollIntoView({ block: "center" });
+    block.panel.section.focus({ preventScroll: true });
+    block.panel.section.scrollIntoView({ block: "center" });
     return true;
   };
 })();

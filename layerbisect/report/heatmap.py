@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layerbisect.bisect.token_report import Column, Heatmap
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.report.blocks import HeatmapBlock, Section
-from layerbisect.report.palette import GREY, figure, label
+from layerbisect.report.palette import SKY, figure, label
 from layerbisect.report.token_text import TokenText
 from layerbisect.wording import count
 
@@ -169,7 +169,7 @@ def _colours(zero: bool) -> list[tuple[float, str]]:
     scale = [
         (low + (1 - low) * number / (len(steps) - 1), colour) for number, colour in enumerate(steps)
     ]
-    return [(0.0, GREY), (low, GREY), *scale] if zero else scale
+    return [(0.0, SKY), (low, SKY), *scale] if zero else scale
 
 
 def _finite(heatmap: Heatmap) -> list[float]:
@@ -212,7 +212,7 @@ def _reading(heatmap: Heatmap) -> str:
         f"position {position:,} of {column.sequence} was read."
     )
     if any(value == 0 for value, *_ in found):
-        said += " Grey is 0: the sides are the same there."
+        said += " Light blue is 0: the sides are the same there."
     if len(found) < len(values) * len(heatmap.columns):
         said += " What was not measured is left blank."
     if heatmap.worst:

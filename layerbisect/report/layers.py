@@ -123,7 +123,8 @@ def _carried_chart(
         )  # fmt: skip
     _mark_culprits(made, verdict)
     made.update_yaxes(**({"type": "log", "dtick": 1} if logarithmic else {"rangemode": "tozero"}))
-    reading = [_largest_words(steps), *_convicted_words(verdict, steps)]
+    convicted = sorted({c.layer for c in verdict.culprits if c.layer is not None})
+    reading = [_largest_words(steps, convicted), *_convicted_words(steps, convicted)]
     if whole:
         reading.append(f"The last boundary carries {nat(probed[-1][1])} of {nat(whole)} nat.")
     if floor > 0:
@@ -166,26 +167,33 @@ def _mark_culprits(made: Figure, verdict: Verdict) -> None:
         seen.add(culprit.side)
 
 
-def _largest_words(steps: Sequence[Step]) -> str:
+def _largest(steps: Sequence[Step]) -> Step | None:
     rising = [step for step in steps if step.after > step.before]
-    if not rising:
+    return max(rising, key=lambda step: step.after**2 - step.before**2, default=None)
+
+
+def _largest_words(steps: Sequence[Step], convicted: Sequence[int]) -> str:
+    largest = _largest(steps)
+    if largest is None:
         return "The carried gap does not grow over any layer."
-    largest = max(rising, key=lambda step: step.after**2 - step.before**2)
     said = f"The largest step is over {largest.name}, from {nat(largest.before)} to "
     said += f"{nat(largest.after)} nat"
     if largest.share is None:
         return f"{said}."
     said += f": {percent(largest.share)} of the squared gap."
+    if any(largest.first <= layer <= largest.last for layer in convicted):
+        said += " It is convicted." if largest.first == largest.last else " It has a convicted one."
     if largest.share < _MOST:
         said += " No single step makes most of it."
     return said
 
 
-def _convicted_words(verdict: Verdict, steps: Sequence[Step]) -> list[str]:
-    convicted = sorted({c.layer for c in verdict.culprits if c.layer is not None})
+def _convicted_words(steps: Sequence[Step], convicted: Sequence[int]) -> list[str]:
     said = []
     for layer in convicted:
         step = next((one for one in steps if one.first <= layer <= one.last), None)
+        if step is not None and step is _largest(steps):
+            continue
         if step is None or step.share is None:
             said.append(f"Layer {layer} is convicted; the boundaries around it were not probed.")
         else:

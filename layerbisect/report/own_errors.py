@@ -163,7 +163,10 @@ def _table(verdict: Verdict, errors: Sequence[OperatorError]) -> Table:
         key = (error.operator, error.side)
         if key not in largest or _size(error) > _size(largest[key]):
             largest[key] = error
-    shown = list(dict.fromkeys([*convicted[:_ROWS], *largest.values()]))
+    # both sides of a kind below one another
+    kinds = list(dict.fromkeys(operator for operator, _ in largest))
+    pairs = sorted(largest, key=lambda key: kinds.index(key[0]))
+    shown = list(dict.fromkeys([*convicted[:_ROWS], *(largest[key] for key in pairs)]))
     rows = tuple(
         (
             Cell(error.point, strong=error.convicted),

@@ -71,8 +71,8 @@ def html(results: Sequence[Result], *, title: str, text: TokenText | None = None
         parts=[_numbered(number, sections(one, text)) for number, one in enumerate(results)],
         results=results,
         text=text,
-        styles=_read("page.css"),
-        scripts=[get_plotlyjs(), _read("heatmap.js"), _read("page.js")],
+        styles=_read("page.css") + _read("heatmap.css"),
+        scripts=[get_plotlyjs(), _read("token_panel.js"), _read("heatmap.js"), _read("page.js")],
         version=layerbisect.__version__,
     )
 
