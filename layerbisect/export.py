@@ -31,7 +31,7 @@ _PLACE = '''    """List what is run beside the low-precision reference."""
     return []
 '''
 # references before them keep their names
-_LAST_IMPORT = "from layerbisect.replay_words import columns, figures\n"
+_LAST_IMPORT = "from layerbisect.replay_words import columns, figures, headline\n"
 _INTERPRET = """import os
 
 import torch

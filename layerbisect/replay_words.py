@@ -4,10 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from layerbisect.kernels.replay.report import Errors, Reproduction, Result, Variation
+from layerbisect.kernels.replay.report import Errors, Replay, Reproduction, Result, Variation
 from layerbisect.wording import count, percent, times
 
 Cell = Callable[[Result], str]
+_PLAIN_RATIO = 2.0
+"""An error this many times its floor is seen by its size alone."""
+
+
+def headline(replay: Replay) -> str:
+    """Say in one short sentence what became of a stretch; its conclusion says why."""
+    return f"{replay.status}: {replay.point} ({', '.join(replay.covers)}): {finding(replay)}"
+
+
+def finding(replay: Replay) -> str:
+    """Say in few words what the engine's output is, or that it could not be judged."""
+    errors = replay.engine
+    if errors is None or replay.status == "inconclusive":
+        return replay.conclusion
+    if replay.status == "convicted":
+        return f"{replay.label} errs beyond rounding, {_how_far(errors)}"
+    said, because, _ = replay.conclusion.partition(f": {errors.why}")
+    return f"{said}, {times(errors.ratio)} at p95" if because else said
+
+
+def _how_far(errors: Errors) -> str:
+    if errors.nonfinite:
+        return f"{count(errors.nonfinite, 'row')} not finite"
+    if errors.wrong_choices:
+        return f"{count(errors.wrong_choices, 'row')} to the wrong experts"
+    if errors.ratio > _PLAIN_RATIO * max(errors.floor, 1.0):
+        return f"{times(errors.ratio)} at p95"
+    # what a fit or a few elements convict is within rounding over most rows
+    if errors.fits:
+        return f"systematically: {errors.fits[0].name} {errors.fits[0].coefficient:+.2g}"
+    if errors.beyond_bound:
+        return f"{count(errors.beyond_bound, 'element')} beyond the worst-case bound"
+    return f"{times(errors.worst[0].ratio if errors.worst else errors.ratio)} in the worst row"
 
 
 def figures(errors: Errors) -> list[str]:

@@ -22,7 +22,7 @@ from layerbisect.kernels.replay.implementation import Implementation
 from layerbisect.kernels.replay.replayer import report, usable_part
 from layerbisect.kernels.replay.report import Errors, Replay, Result
 from layerbisect.kernels.replay.variants import Variant, variants
-from layerbisect.replay_words import columns, figures
+from layerbisect.replay_words import columns, figures, headline
 
 BUNDLE = "bundle.safetensors"
 REPEATS = 5
@@ -102,7 +102,8 @@ def page(replay: Replay) -> str:
     facts = replay.engine_facts
     engine = " ".join(facts.get(name, "") for name in ("engine", "version", "device")).strip()
     lines = [
-        f"{replay.status}: {replay.point} ({', '.join(replay.covers)}): {replay.conclusion}",
+        headline(replay),
+        *([f"because: {replay.conclusion}"] if replay.conclusion not in headline(replay) else []),
         "",
         f"{replay.dtype}, {replay.rows} rows, replayed on {replay.device}",
         f"{replay.label}: {engine}",

@@ -59,12 +59,12 @@ SIDES: tuple[Side, Side] = ("rollout", "trainer")
 class Tried:
     """One run: what came of it, and its seconds.
 
-    ``captures`` are both sides' as `layerbisect bisect` takes them.
+    ``captures`` are both sides' as `layerbisect bisect` takes them, None where they were deleted.
     """
 
     outcome: Outcome
     seconds: float
-    captures: str
+    captures: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return it with the part of the verdict that is judged."""
@@ -227,7 +227,7 @@ def _try_all(
 
     # nothing is told while a bar is on the screen
     with watched() as news:
-        clean = _judged(bench, CLEAN, None, 0, news)
+        clean = _judged(bench, CLEAN, None, 0, news, kept=kept)
     add(clean)
     spare, runs = list(INSTEAD), count(CLEAN + 1)
     for slot, name in enumerate(WANTED[:faults]):
@@ -238,7 +238,7 @@ def _try_all(
             number = next(runs)
             try:
                 with watched() as news:
-                    one = _judged(bench, number, planted, layer, news, side)
+                    one = _judged(bench, number, planted, layer, news, side, kept=kept)
                 add(one)
                 break
             except CannotPlant as error:
@@ -254,7 +254,14 @@ def _try_all(
 
 
 def _judged(
-    bench: Bench, number: int, fault: str | None, layer: int, news: Progress, side: Side = "rollout"
+    bench: Bench,
+    number: int,
+    fault: str | None,
+    layer: int,
+    news: Progress,
+    side: Side = "rollout",
+    *,
+    kept: bool,
 ) -> Tried:
     """Plant one fault, or none, and let the captures be judged."""
     from layerbisect.bisect.locate import bisect
@@ -265,7 +272,7 @@ def _judged(
     rollout, trainer = (bench.source(*run) for run in runs)
     verdict = bisect(rollout, trainer, model=bench.model, probe=bench.probe, progress=news)
     seconds = time.monotonic() - since
-    captures = " ".join(bench.argument(*run) for run in runs)
+    captures = " ".join(bench.argument(*run) for run in runs) if kept else None
     return Tried(held_against(verdict, planted), seconds, captures)
 
 

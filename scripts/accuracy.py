@@ -4,6 +4,7 @@
 
     python -m scripts.accuracy run --work DIR --part tuning
     python -m scripts.accuracy page --work DIR --page docs/accuracy.md
+    python -m scripts.accuracy summary --work DIR > accuracy.json
 
 ``run`` appends one line a case to ``DIR/results.jsonl``, and goes on where it was stopped. The
 locator runs in processes of its own (`scripts.accuracy_locator`) and is told a folder's name alone.
@@ -34,6 +35,7 @@ from scripts.planted.engine_case import hand_over, read_index
 from scripts.planted.fault import Control
 from scripts.planted.page import write_page
 from scripts.planted.scene import Scene
+from scripts.planted.summary import summarize
 
 TINY: dict[str, Any] = dict(
     layers=6, hidden=128, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, vocab=512
@@ -264,6 +266,16 @@ def page(work: Path, again: Path | None, target: Path) -> None:
         raise click.ClickException(f"{work} holds no results; run `accuracy run` first")
     target.write_text(write_page(rows, read_results(again) if again else ()))
     click.echo(f"{target}: {len(rows)} cases", err=True)
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+def summary(work: Path) -> None:
+    """Print what was judged as JSON, which `layerbisect report` shows."""
+    rows = read_results(work)
+    if not rows:
+        raise click.ClickException(f"{work} holds no results; run `accuracy run` first")
+    click.echo(json.dumps({"schema": 1, "accuracy": asdict(summarize(rows))}, indent=2))
 
 
 if __name__ == "__main__":

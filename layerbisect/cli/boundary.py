@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -41,7 +41,9 @@ class Boundary(click.Group):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in arguments
+        json_of: str | None = None
+        if "--json" in arguments:
+            json_of = next((one for one in arguments if not one.startswith("-")), "")
         try:
             code = super().main(
                 arguments, prog_name or "layerbisect", complete_var, standalone_mode=False, **extra
@@ -60,32 +62,38 @@ class Boundary(click.Group):
             sys.exit(COULD_NOT_JUDGE)
         except click.UsageError as error:
             hint = f"see `{error.ctx.command_path} --help`" if error.ctx else ""
-            fail(error.format_message().removesuffix("."), hint, as_json)
+            fail(error.format_message().removesuffix("."), hint, json_of)
         except click.ClickException as error:
-            fail(error.format_message(), "", as_json)
+            fail(error.format_message(), "", json_of)
         except LayerBisectError as error:
-            fail(str(error), "", as_json)
+            fail(str(error), "", json_of)
         except OSError as error:
             what = error.strerror or str(error) or type(error).__name__
-            fail(f"{what}: {error.filename}" if error.filename else what, "", as_json)
+            fail(f"{what}: {error.filename}" if error.filename else what, "", json_of)
         except MemoryError:
-            fail("out of memory", "compare fewer sequences, or fewer points", as_json)
+            fail("out of memory", "compare fewer sequences, or fewer points", json_of)
         except Exception as error:
             traceback.print_exc()
             fail(
                 f"internal error: {type(error).__name__}: {error}",
                 "this is a fault of layerbisect: please report it with the lines above",
-                as_json,
+                json_of,
             )
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def fail(message: str, hint: str, as_json: bool) -> NoReturn:
-    """Say why nothing could be judged, for people and with ``--json`` as a verdict, and exit."""
+def fail(message: str, hint: str, json_of: str | None) -> NoReturn:
+    """Say why nothing could be judged, for people and as the JSON of a command, and exit.
+
+    ``json_of`` names the command, and is None where no JSON is wanted. That of `replay` holds no
+    replays; all others answer as a verdict.
+    """
     click.echo(f"error: {message}", err=True)
     if hint:
         click.echo(f"hint: {hint}", err=True)
-    if as_json:
+    if json_of == "replay":
+        echo_json({"schema": 1, "error": message, "hint": hint, "replays": []})
+    elif json_of is not None:
         from layerbisect.bisect.verdict import Coverage, CoveredRows, Points, Verdict
 
         verdict = Verdict(
@@ -103,5 +111,24 @@ def fail(message: str, hint: str, as_json: bool) -> NoReturn:
 
 
 def echo_json(value: Any) -> None:
-    """Write an object to stdout as strict JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    """Write an object to stdout as strict JSON; lists of nothing but numbers take one line each."""
+    click.echo(_as_json(value, "\n"))
+
+
+def _as_json(value: Any, newline: str) -> str:
+    inner = f"{newline}  "
+    if isinstance(value, Mapping) and value:
+        # a key is what json makes of it, and text in any case
+        keys = [key if isinstance(key, str) else json.dumps(key) for key in value]
+        entries = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_as_json(one, inner)}"
+            for key, one in zip(keys, value.values(), strict=True)
+        ]
+        return f"{{{inner}{f',{inner}'.join(entries)}{newline}}}"
+    if isinstance(value, list | tuple) and not all(map(_is_number, value)):
+        return f"[{inner}{f',{inner}'.join(_as_json(one, inner) for one in value)}{newline}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

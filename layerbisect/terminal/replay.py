@@ -12,7 +12,7 @@ from rich.text import Text
 
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Errors, Replay, Result, Variation
-from layerbisect.replay_words import columns, figures
+from layerbisect.replay_words import columns, figures, headline
 from layerbisect.terminal.deterministic import render_pairs
 from layerbisect.terminal.text import line, title
 from layerbisect.wording import count, percent, times
@@ -41,11 +41,6 @@ def render_replays(
     _Page(replays, left_out, console, pairs, verbose).print()
 
 
-def headline(replay: Replay) -> str:
-    """Say in one sentence what became of a stretch."""
-    return f"{replay.status}: {replay.point} ({', '.join(replay.covers)}): {replay.conclusion}"
-
-
 class _Page:
     def __init__(
         self,
@@ -66,6 +61,8 @@ class _Page:
         for replay in self.replays:
             text = Text(headline(replay), style=STYLES[replay.status])
             self.console.print(text, soft_wrap=one_line)
+            if self.pairs is not None and not self.verbose:
+                self._conclusion(replay)
         if self.pairs is not None:
             render_pairs(self.pairs, self.console)
         if self.pairs is None or self.verbose:
@@ -89,21 +86,25 @@ class _Page:
         if replay.rows_left_out:
             over += f", {replay.rows_left_out:,} left out"
         title(self.console, f"{replay.point}  {', '.join(replay.covers)}, {replay.dtype}, {over}")
+        self._conclusion(replay)
         self._engine(replay)
-        shown = [one for one in replay.results if one.state in _SHOWN]
-        if shown:
+        returned = shown(replay)
+        if returned:
             self.console.print()
-            self.console.print(Padding(_table(shown), (0, 0, 0, 2)))
-        for result in shown:
+            self.console.print(Padding(_table(returned), (0, 0, 0, 2)))
+        for result in returned:
             self._notes(result)
 
+    def _conclusion(self, replay: Replay) -> None:
+        if replay.conclusion not in headline(replay):
+            self._fact("because", replay.conclusion)
+
     def _engine(self, replay: Replay) -> None:
-        facts = dict(replay.engine_facts)
-        named = " ".join(facts.pop(n, "") for n in ("engine", "version")).strip()
-        device = facts.pop("device", "")
-        self._fact(replay.label, f"{named or 'engine unknown'}{device and f' on {device}'}")
+        self._fact(replay.label, engine_words(replay))
+        known = ("engine", "version", "device")
+        facts = [f"{name}={v}" for name, v in replay.engine_facts.items() if name not in known]
         if self.verbose and facts:
-            self._fact("", ", ".join(f"{name}={value}" for name, value in facts.items()))
+            self._fact("", ", ".join(facts))
         if replay.engine is None:
             self._fact("", "what it returned is not known")
             return
@@ -111,63 +112,100 @@ class _Page:
             self._fact("", text)
 
     def _notes(self, result: Result) -> None:
-        notes = []
-        errors = result.errors
-        if result.state != "ran":
-            notes.append(f"{result.state}{f': {result.why}' if result.why else ''}")
-        elif result.why:
-            notes.append(result.why)
-        if errors is not None and errors.convicted:
-            notes.append(f"beyond rounding: {errors.why}")
-        if result.filled:
-            notes.append(f"{', '.join(result.filled)} by the low-precision reference")
+        said = notes(result)
         if not self.verbose:
-            for note in notes:
+            for note in said:
                 self._line(f"{result.name}: {note}")
             return
-        for name in ("repeats", "batches", "chunks"):
-            variation: Variation | None = getattr(result, name)
-            if variation is not None and not variation.none and variation.of:
-                notes.append(
-                    f"{name}: {variation.rows:,} of {count(variation.of, 'row')} change, by up to "
-                    f"{variation.max_ulps:.3g} ulp ({variation.how})"
-                )
         self._line(f"{result.name}  {result.package}")
-        for note in notes + ([] if errors is None else _details(errors)):
+        details = [] if result.errors is None else _details(result.errors)
+        for note in said + _variations(result) + details:
             self._line(note, 4)
 
     def _not_run(self) -> None:
-        """Name what could not be run, once for all stretches that it is the same of."""
-        why: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        listed: dict[str, int] = defaultdict(int)
-        for replay in self.replays:
-            for one in replay.results:
-                listed[one.name] += 1
-                if one.state not in _SHOWN:
-                    why[one.state, one.why][one.name].append(replay.point)
-        if why:
+        told = not_run(self.replays)
+        if told:
             title(self.console, "did not run")
-        # a kernel that died is more to know of than one that is not installed
-        for (state, reason), names in sorted(why.items(), key=lambda item: item[0][0] != "crashed"):
-            said = [
-                name if len(points) == listed[name] else f"{name} at {', '.join(points)}"
-                for name, points in names.items()
-            ]
-            self._line(f"{', '.join(said)}: {state}{f': {reason}' if reason else ''}")
+        for names, state, why in told:
+            self._line(f"{names}: {state}{f': {why}' if why else ''}")
 
     def _where(self) -> None:
-        devices = sorted({replay.device for replay in self.replays})
-        text = f"replayed on {', '.join(devices)}"
-        if "cpu" in devices:
-            text += ", where no times are taken"
-            ran = (o for r in self.replays for o in r.results if o.state in _SHOWN)
-            if any("triton" in f"{one.name} {one.package}".lower() for one in ran):
-                text += (
-                    "; Triton's kernels ran under its interpreter, so their bits may differ from a "
-                    "GPU's"
-                )
         self.console.print()
-        line(self.console, text, 0)
+        line(self.console, where_words(self.replays), 0)
+
+
+def engine_words(replay: Replay) -> str:
+    """Name the engine whose operators were replayed, and its device."""
+    facts = replay.engine_facts
+    named = " ".join(facts.get(name, "") for name in ("engine", "version")).strip()
+    device = facts.get("device", "")
+    return f"{named or 'engine unknown'}{device and f' on {device}'}"
+
+
+def shown(replay: Replay) -> list[Result]:
+    """The implementations that returned something."""
+    return [one for one in replay.results if one.state in _SHOWN]
+
+
+def notes(result: Result) -> list[str]:
+    """Say what of an implementation is not in a table's figures."""
+    said = []
+    if result.state != "ran":
+        said.append(f"{result.state}{f': {result.why}' if result.why else ''}")
+    elif result.why:
+        said.append(result.why)
+    if result.errors is not None and result.errors.convicted:
+        said.append(f"beyond rounding: {result.errors.why}")
+    if result.filled:
+        said.append(f"{', '.join(result.filled)} by the low-precision reference")
+    return said
+
+
+def not_run(replays: Sequence[Replay]) -> list[tuple[str, str, str]]:
+    """Name what could not be run, its state and why, once for all stretches it is the same of."""
+    why: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    listed: dict[str, int] = defaultdict(int)
+    for replay in replays:
+        for one in replay.results:
+            listed[one.name] += 1
+            if one.state not in _SHOWN:
+                why[one.state, one.why][one.name].append(replay.point)
+    told = []
+    # a kernel that died is more to know of than one that is not installed
+    for (state, reason), names in sorted(why.items(), key=lambda item: item[0][0] != "crashed"):
+        said = [
+            name if len(points) == listed[name] else f"{name} at {', '.join(points)}"
+            for name, points in names.items()
+        ]
+        told.append((", ".join(said), state, reason))
+    return told
+
+
+def where_words(replays: Sequence[Replay]) -> str:
+    """Say where implementations ran, and what that means for their figures."""
+    devices = sorted({replay.device for replay in replays})
+    text = f"replayed on {', '.join(devices)}"
+    if "cpu" in devices:
+        text += ", where no times are taken"
+        ran = (one for replay in replays for one in shown(replay))
+        if any("triton" in f"{one.name} {one.package}".lower() for one in ran):
+            text += (
+                "; Triton's kernels ran under its interpreter, so their bits may differ from a "
+                "GPU's"
+            )
+    return text
+
+
+def _variations(result: Result) -> list[str]:
+    said = []
+    for name in ("repeats", "batches", "chunks"):
+        variation: Variation | None = getattr(result, name)
+        if variation is not None and not variation.none and variation.of:
+            said.append(
+                f"{name}: {variation.rows:,} of {count(variation.of, 'row')} change, by up to "
+                f"{variation.max_ulps:.3g} ulp ({variation.how})"
+            )
+    return said
 
 
 def _details(errors: Errors) -> list[str]:

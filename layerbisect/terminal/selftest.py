@@ -9,7 +9,7 @@ from rich.text import Text
 
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.demo import Planted
-from layerbisect.selftest import LeftOut, SelfTest, Setting, Tried
+from layerbisect.selftest import SelfTest, Setting, Tried
 from layerbisect.terminal.text import line
 from layerbisect.wording import count
 
@@ -60,7 +60,8 @@ class SelfTestPage:
             fewer = f"not {done.wanted}: nothing was left to plant instead of what is named below"
             line(self.console, fewer, 0, hang=2)
         for one in done.left_out:
-            line(self.console, _left_out(one), 0, hang=2)
+            said = left_out_words(one.fault, one.why, one.instead)
+            line(self.console, f"note: {said}", 0, hang=2)
         if not done.passed:
             self._advise(done, keep, model)
 
@@ -116,6 +117,7 @@ def _said(verdict: Verdict) -> str:
     return f"{text} (+{len(others)})" if others else text
 
 
-def _left_out(one: LeftOut) -> str:
-    instead = f"`{one.instead}` was planted instead" if one.instead else "nothing was left instead"
-    return f"note: `{one.fault}` could not be planted, {instead}: {one.why}"
+def left_out_words(fault: str, why: str, instead: str | None) -> str:
+    """Say that a fault could not be planted, why, and what was instead, if anything."""
+    other = f"`{instead}` was planted instead" if instead else "nothing was left instead"
+    return f"`{fault}` could not be planted, {other}: {why}"

@@ -86,6 +86,22 @@ class Result:
         return "invisible" if self.row["output"] <= 1 else "hidden"
 
 
+def single_faults(results: Iterable[Result]) -> list[Result]:
+    """Single faults, those between log-probs and record, and those on SGLang and Megatron."""
+    kinds = ("single", "score", "engine")
+    return [r for r in results if r.kind in kinds and len(r.truths) == 1 and r.class_ != "nothing"]
+
+
+def fault_pairs(results: Iterable[Result]) -> list[Result]:
+    """Cases with two faults at once."""
+    return [r for r in results if len(r.truths) == 2]
+
+
+def clean_controls(results: Iterable[Result]) -> list[Result]:
+    """Cases with harmless differences alone, or none."""
+    return [r for r in results if not r.truths]
+
+
 def share(results: Sequence[Result], what: Callable[[Result], bool]) -> str:
     """``95.0 % (19 of 20)``, or a dash where there is none."""
     if not results:

@@ -8,7 +8,14 @@ from typing import Any
 
 from scripts.planted import figures
 from scripts.planted.catalogue import CONTROLS, EVERYTHING, NOT_PLANTED
-from scripts.planted.figures import STRONG, Result, share
+from scripts.planted.figures import (
+    STRONG,
+    Result,
+    clean_controls,
+    fault_pairs,
+    share,
+    single_faults,
+)
 from scripts.planted.page_rules import accused, rules_part, sizes_part, table
 from scripts.planted.page_words import EXPLAINED, HOW, INTRO, explanation
 
@@ -58,20 +65,6 @@ def _judged(results: Sequence[Result]) -> str:
     return f"This page is of {len(results)} cases: {told}."
 
 
-def _single(results: Iterable[Result]) -> list[Result]:
-    """Single faults, those between log-probs and record, and those on SGLang and Megatron."""
-    kinds = ("single", "score", "engine")
-    return [r for r in results if r.kind in kinds and len(r.truths) == 1 and r.class_ != "nothing"]
-
-
-def _pairs(results: Iterable[Result]) -> list[Result]:
-    return [r for r in results if len(r.truths) == 2]
-
-
-def _controls_of(results: Iterable[Result]) -> list[Result]:
-    return [r for r in results if not r.truths]
-
-
 def _apart(results: Sequence[Result], what: Callable[[Result], bool]) -> tuple[str, str]:
     """A share of the faults tuned on, and of those kept aside."""
     return (
@@ -81,10 +74,10 @@ def _apart(results: Sequence[Result], what: Callable[[Result], bool]) -> tuple[s
 
 
 def _reached(results: Sequence[Result]) -> str:
-    singles, pairs = _single(results), _pairs(results)
+    singles, pairs = single_faults(results), fault_pairs(results)
     strong = [r for r in singles if r.class_ == "strong"]
     hidden = [r for r in singles if r.class_ == "hidden"]
-    blamed = sum(r.accused for r in _controls_of(results))
+    blamed = sum(r.accused for r in clean_controls(results))
     both = [r for r in pairs if r.class_ == "strong"]
     rows = [
         (f"single faults of {STRONG:g} floors or more: layer", "", *_apart(strong, _is("layer"))),
@@ -99,7 +92,7 @@ def _reached(results: Sequence[Result]) -> str:
             *_apart(hidden, _is("all")),
         ),
     ]
-    count = len(_controls_of(results))
+    count = len(clean_controls(results))
     return (
         table(("", "wanted", "faults tuned on", "faults kept aside"), rows)
         + "\n\nOf strong single faults, right in all their places: "
@@ -130,7 +123,7 @@ def _reached_again(results: Sequence[Result], again: Sequence[Result]) -> str:
     ids = {r.id for r in again}
     before = [r for r in results if r.id in ids]
     rows = []
-    for name, chosen in (("one fault", _single), ("two faults", _pairs)):
+    for name, chosen in (("one fault", single_faults), ("two faults", fault_pairs)):
         for class_ in CLASSES[:3]:
             first, second = (
                 [r for r in chosen(found) if r.class_ == class_] for found in (before, again)
@@ -154,7 +147,10 @@ def _placed(results: Iterable[Result]) -> list[Result]:
 
 def _kinds(results: Sequence[Result]) -> str:
     rows = []
-    for name, chosen in (("one fault", _single(results)), ("two faults", _pairs(results))):
+    for name, chosen in (
+        ("one fault", single_faults(results)),
+        ("two faults", fault_pairs(results)),
+    ):
         for class_ in CLASSES:
             found = [r for r in chosen if r.class_ == class_]
             if found:
@@ -174,16 +170,16 @@ def _scenes(results: Sequence[Result]) -> str:
     rows = []
     for scene in dict.fromkeys((r.row["model"], r.row["dtype"]) for r in results):
         mine = [r for r in results if (r.row["model"], r.row["dtype"]) == scene]
-        strong = [r for r in _single(mine) if r.class_ == "strong"]
-        pairs = [r for r in _pairs(mine) if r.class_ == "strong"]
-        clean = _controls_of(mine)
+        strong = [r for r in single_faults(mine) if r.class_ == "strong"]
+        pairs = [r for r in fault_pairs(mine) if r.class_ == "strong"]
+        clean = clean_controls(mine)
         rows.append((*scene, share(strong, _is("all")), share(pairs, _is("all")), accused(clean)))
     head = ("model and engines", "dtype", "single, strong", "double, strong", "controls accused")
     return table(head, rows)
 
 
 def _confusion(results: Sequence[Result]) -> str:
-    strong = [r for r in _single(results) if r.class_ == "strong"]
+    strong = [r for r in single_faults(results) if r.class_ == "strong"]
     counts = figures.confusion(strong)
     said = sorted({name for row in counts.values() for name in row})
     shown = [name for name in said if name in counts] + [n for n in said if n not in counts]
@@ -209,7 +205,7 @@ def _cost(results: Sequence[Result]) -> str:
 
 def _misses(results: Sequence[Result]) -> str:
     wrong = [
-        r for r in (*_single(results), *_pairs(results))
+        r for r in (*single_faults(results), *fault_pairs(results))
         if not r.right["all"] and r.class_ in ("strong", "weak", "hidden")
     ]  # fmt: skip
     rows = [
@@ -229,7 +225,7 @@ def _misses(results: Sequence[Result]) -> str:
 
 def _small(results: Sequence[Result]) -> str:
     """Of hidden faults that were missed: what the verdict says that it could have seen."""
-    missed = [r for r in _single(results) if r.class_ == "hidden" and not r.right["all"]]
+    missed = [r for r in single_faults(results) if r.class_ == "hidden" and not r.right["all"]]
     said = [r for r in missed if _seen(r)]
     text = (
         f"{len(missed)} faults below the floor in the scores and above a rounding in their output "
@@ -254,8 +250,8 @@ def _seen(result: Result) -> str:
 def _controls(results: Sequence[Result]) -> str:
     described = {control.name: control.description for control in CONTROLS}
     rows = []
-    for name in dict.fromkeys(r.row["names"][0] for r in _controls_of(results)):
-        mine = [r for r in _controls_of(results) if r.row["names"][0] == name]
+    for name in dict.fromkeys(r.row["names"][0] for r in clean_controls(results)):
+        mine = [r for r in clean_controls(results) if r.row["names"][0] == name]
         worst = max((r.answer.get("gap") or {}).get("mae") or 0.0 for r in mine)
         rows.append((described.get(name, name), len(mine), f"{worst:.2g}", accused(mine)))
     return (

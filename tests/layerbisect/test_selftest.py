@@ -139,6 +139,8 @@ def test_a_clean_pair_that_is_accused_fails(
     done = run_selftest(watched, model=small_llama_dir, device="cpu", faults=1)
     assert done.clean_accused and done.exit_code == 1 and done.found == 0
     assert done.to_json()["clean_accused"] is True
+    # nothing is named that is not there any more
+    assert [one["captures"] for one in done.to_json()["tried"]] == [None, None]
     assert done.faults[0].outcome.mistakes()[0] == "the layer is 1, not 0"
 
 
