@@ -43,18 +43,29 @@ def thresholds() -> str:
         ("scores", "tokens at least", f"{explain.FEWEST}"),
         ("compare", "out of range at a chance of", f"{side_by_side.CHANCE:g} over all measures"),
         ("compare", "prompts at least", f"{prompts.FEWEST}"),
-        ("record", "a kept score is the computed one up to", f"{kept_scores.KEPT:g} nat, or"),
-        ("", "", f"{budget.GAP_FACTOR:g} times the predicted gap"),
+        (
+            "record",
+            "a kept score is the computed one up to",
+            f"{kept_scores.KEPT:g} nat, or {budget.GAP_FACTOR:g} times the predicted gap",
+        ),
         ("gap", "rounding explains", f"{budget.GAP_FACTOR:g} times the predicted gap"),
         ("gap", "and beyond that", f"{weigh.GAP_DEVIATIONS:g} of its standard errors"),
-        ("gap", "a layer stands out above", f"{weigh.STANDING_OUT:.0%} of the squared gap"),
+        ("gap", "a layer stands out above", f"{weigh.STANDING_OUT * 100:g} % of the squared gap"),
         ("own error", "a row is in excess from", f"{own_error.EXCESS_RATIO:g} times rounding"),
-        ("own error", "that convicts in", f"{own_error.EXCESS_SHARE:.0%} of the rows, and"),
-        ("", "", f"{own_error.EXCESS_ROWS} rows or more"),
+        (
+            "own error",
+            "that convicts in",
+            f"{own_error.EXCESS_SHARE * 100:g} % of the rows, and {own_error.EXCESS_ROWS} rows or "
+            "more",
+        ),
         ("own error", "one row convicts from", f"{own_error.EXTREME_RATIO:g} times rounding"),
         ("own error", "the median row convicts from", f"{own_error.MEDIAN_RATIO:g} times rounding"),
-        ("systematic", "a fit counts from", f"{own_error.SYSTEMATIC_Z:g} standard errors, and"),
-        ("", "", f"a size of {measure.SYSTEMATIC_SIZE:g}"),
+        (
+            "systematic",
+            "a fit counts from",
+            f"{own_error.SYSTEMATIC_Z:g} standard errors, and a size of "
+            f"{measure.SYSTEMATIC_SIZE:g}",
+        ),
         ("systematic", "distinct rows at least", f"{measure.SYSTEMATIC_ROWS}"),
         ("routing", "a near tie is within", f"{choices.TIE_MARGIN:g} deviations of the logits"),
         ("training", "grown, and not inherited, from", f"{GROWTH:g} times what came before"),
@@ -87,7 +98,7 @@ def counted() -> str:
     text = ACCURACY.read_text(encoding="utf-8")
     accused, controls = _numbers(r"Clean controls accused: ([\d,]+) of ([\d,]+)", text)
     rows = [
-        ("clean controls accused", f"{accused} of {controls}", f"below {_upper(accused, controls)}")
+        ("clean controls accused", f"{accused} of {controls}", f"below {upper(accused, controls)}")
     ]
     for label, name in (
         ("- all three, and nothing else named", "one strong fault: wrong or incomplete"),
@@ -98,7 +109,7 @@ def counted() -> str:
         found = re.findall(r"\((\d+) of (\d+)\)", line)
         for (right, of), kind in zip(found, ("tuned on", "kept aside"), strict=True):
             wrong, cases = int(of) - int(right), int(of)
-            rows.append((f"{name}, {kind}", f"{wrong} of {cases}", f"below {_upper(wrong, cases)}"))
+            rows.append((f"{name}, {kind}", f"{wrong} of {cases}", f"below {upper(wrong, cases)}"))
     return _table(("what", "counted", "leaves possible, at 95 %"), rows)
 
 
@@ -149,7 +160,7 @@ def _numbers(pattern: str, text: str) -> tuple[int, int]:
     return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
 
 
-def _upper(wrong: int, cases: int) -> str:
+def upper(wrong: int, cases: int) -> str:
     """The largest rate at which so few are wrong in one of 20 runs (Clopper and Pearson 1934)."""
     low, high = wrong / cases, 1.0
     for _ in range(60):

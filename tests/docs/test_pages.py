@@ -157,5 +157,5 @@ def test_clean_runs_that_are_drawn_accuse_nobody() -> None:
 
 def test_most_wrong_that_still_fits_a_count() -> None:
     # the rule of three, and what always fits
-    assert write_decisions._upper(0, 300) == "1.0 %"
-    assert write_decisions._upper(2, 2) == "100.0 %"
+    assert write_decisions.upper(0, 300) == "1.0 %"
+    assert write_decisions.upper(2, 2) == "100.0 %"

@@ -100,8 +100,10 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_browser_shows_and_searches_it_without_another_host(address: str) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_shows_and_searches_it_without_another_host(address: str, scheme: str) -> None:
     api = pytest.importorskip("playwright.sync_api")
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     browser_path = os.environ.get("LAYERBISECT_CHROMIUM") or shutil.which("chromium")
     asked: list[str] = []
     said: list[str] = []
@@ -118,7 +120,7 @@ def test_browser_shows_and_searches_it_without_another_host(address: str) -> Non
                 "--disable-sync",
             ],
         )
-        page = browser.new_page()
+        page = browser.new_page(color_scheme=scheme)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -127,7 +129,11 @@ def test_browser_shows_and_searches_it_without_another_host(address: str) -> Non
         page.locator("input[name=query]").click()
         page.keyboard.type("deterministic")
         page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
-        page.goto(f"{address}/engines/verl.html")
+        for name in ("index", "decides", "engines/verl"):
+            page.goto(f"{address}/{name}.html")
+            found = axe.run(page).response["violations"]
+            faults = [one["id"] for one in found if one["impact"] in ("serious", "critical")]
+            assert faults == [], name
         browser.close()
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
     assert said == []
