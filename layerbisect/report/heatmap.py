@@ -19,8 +19,9 @@ _TICKS = 12
 _NAME = 14
 _ZERO = 0.06
 """Part of the colour scale that stands for 0, below all others."""
-_DECADES = 8
-"""What is smaller than the largest by more decades has the colour of the least."""
+_LEAST = 0.05
+"""This part of the cells, the smallest, has the colour of the least: a few tokens that chance to
+agree would else take up half of the scale."""
 
 _WHAT = {
     "carried gap": "how far apart the log-probs are that a common tail reads out of both states",
@@ -182,11 +183,11 @@ def _has_zero(heatmap: Heatmap) -> bool:
 
 def _decades(heatmap: Heatmap) -> tuple[float, float]:
     """Logarithms of the least and the largest value that colours tell apart."""
-    positive = [value for value in _finite(heatmap) if value > 0]
+    positive = sorted(value for value in _finite(heatmap) if value > 0)
     if not positive:
         return -1.0, 0.0
-    high = math.log10(max(positive))
-    low = max(math.log10(min(positive)), high - _DECADES)
+    high = math.log10(positive[-1])
+    low = math.log10(positive[int(len(positive) * _LEAST)])
     return (low, high) if high > low else (high - 1, high)
 
 
