@@ -23,6 +23,7 @@ from layerbisect.doctor.variables import CAPTURE, PLATFORM, numerics, own_variab
 
 Engine = Literal["SGLang server", "Megatron-core job"]
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_FLAG = re.compile(r"(?<![\w-])--(?=[a-z])")
 _SERVERS = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "launch_server.py")
 _PREFIX = "--sglang-"
 _SGLANG = (*sglang_flags.FLAGS, *sglang_flags.HARMLESS)
@@ -167,14 +168,14 @@ def _rollout(words: Sequence[str], settings: Settings, first: int) -> Iterator[F
         values["tp_size"], told["tp_size"] = ranks, settings.say("engine_ranks")
     for one in judge_sglang(Settings(values, told)):
         if one.check.name != "model":
-            spelled = {
-                field: re.sub(r"(?<![\w-])--(?=[a-z])", _PREFIX, getattr(one.check, field))
-                for field in ("advice", "effect")
-            }
             found = one.check.found
             found = found if _PREFIX in found else re.sub(r"\bno --", f"no {_PREFIX}", found)
             check = dataclasses.replace(
-                one.check, name=f"rollout: {one.check.name}", found=found, **spelled
+                one.check,
+                name=f"rollout: {one.check.name}",
+                found=found,
+                advice=_FLAG.sub(_PREFIX, one.check.advice),
+                effect=_FLAG.sub(_PREFIX, one.check.effect),
             )
             yield Finding(check, tuple(word.replace("--", _PREFIX, 1) for word in one.add))
 

@@ -11,14 +11,15 @@ from layerbisect.doctor.model import model_checks
 from layerbisect.doctor.rules import Finding, apply
 from layerbisect.doctor.variables import CAPTURE
 
+_TE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 TAIL = "LAYERBISECT_TAIL"
 HOOK = "layerbisect.captures.megatron.hook.before_log_prob"
 
 _FUSED = {
-    "apply_rope_fusion": "--no-rope-fusion",
-    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
-    "bias_dropout_fusion": "--no-bias-dropout-fusion",
-    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "apply_rope_fusion": ("RoPE", "--no-rope-fusion"),
+    "bias_swiglu_fusion": ("SwiGLU", "--no-bias-swiglu-fusion"),
+    "bias_dropout_fusion": ("dropout and add", "--no-bias-dropout-fusion"),
+    "masked_softmax_fusion": ("softmax", "--no-masked-softmax-fusion"),
 }
 
 
@@ -153,13 +154,12 @@ def _context(settings: Settings, environment: Mapping[str, str]) -> Iterator[Che
 
 
 def _fusions(settings: Settings) -> Iterator[Check]:
-    live = [flag for name, flag in _FUSED.items() if settings.get(name) is not False]
+    live = [_FUSED[name] for name in _FUSED if settings.get(name) is not False]
     if live:
-        effect = "changes last bits of queries, keys, attention and MLP; hides no point"
-        found = "on by default: RoPE, SwiGLU, dropout and add, or softmax"
-        yield Check(
-            "fused kernels", "note", found, f"{' '.join(live)}, and compare", effect, tried=False
-        )
+        effect = "where the model takes such a kernel, last bits change; no point is hidden"
+        found = f"on by default: {', '.join(what for what, _ in live)}"
+        advice = f"{' '.join(flag for _, flag in live)}, and compare"
+        yield Check("fused kernels", "note", found, advice, effect, tried=False)
     if settings.get("gradient_accumulation_fusion") is not False:
         return
     effect = "concerns the backward alone"
@@ -175,13 +175,14 @@ def _determinism(settings: Settings, environment: Mapping[str, str]) -> Iterator
         advice = "--deterministic-mode, and compare"
         yield Check(name, "note", "off", advice, effect, tried=False)
         return
-    allowed = environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     found = settings.say("deterministic_mode")
-    if allowed != "0" and settings.get("transformer_impl") != "local":
-        found += f", NVTE_ALLOW_NONDETERMINISTIC_ALGO={allowed if allowed else '(not set)'}"
-        effect = "Megatron-core 0.16 with TransformerEngine refuses to start without 0"
-        advice = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
-        yield Check(name, "note", found, advice, effect, tried=False)
+    wanted = [] if environment.get("NCCL_ALGO") else ["NCCL_ALGO=Ring"]
+    if settings.get("transformer_impl") != "local" and environment.get(_TE) != "0":
+        wanted.append(f"{_TE}=0")
+    if wanted:
+        effect = "Megatron-core 0.16 refuses to start so; 0.19 sets what is not set"
+        without = " and ".join(wanted)
+        yield Check(name, "note", f"{found} without {without}", without, effect, tried=False)
         return
     effect = "algorithms that repeat bit for bit: other last bits than a job without it"
     yield Check(name, "note", found, "capture with what the job runs with", effect, tried=False)

@@ -19,17 +19,17 @@ def model_checks(path: Any) -> Iterator[Check]:
         return
     try:
         config = json.loads(Path(str(path), "config.json").read_text(encoding="utf-8"))
-        names = config.get("architectures") or ()
-    except (OSError, ValueError, AttributeError):
+        names = [str(one) for one in config.get("architectures") or ()]
+    except (OSError, ValueError, AttributeError, TypeError):
         advice = "give the directory to see whether its points are known"
         yield Check("model", "note", f"no config.json in {path} on this machine", advice)
         return
     if not set(names) & set(KNOWN):
         effect = "its modules are not known: most points are told as not seen"
-        found = f"{', '.join(map(str, names)) or 'no architecture'} in {path}"
+        found = f"{', '.join(names) or 'no architecture'} in {path}"
         yield Check("model", "problem", found, f"points are known of {', '.join(KNOWN)}", effect)
     else:
-        yield Check("model", "ok", str(names[0]))
+        yield Check("model", "ok", names[0])
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method", "") if isinstance(method, dict) else ""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 from layerbisect.doctor.arguments import Settings
 from layerbisect.doctor.check import Check
 from layerbisect.doctor.model import model_checks
 from layerbisect.doctor.rules import Finding, apply
-from layerbisect.doctor.sglang_table import RULES
+from layerbisect.doctor.sglang_graphs import graphs
+from layerbisect.doctor.sglang_hides import HIDES
+from layerbisect.doctor.sglang_numbers import NUMBERS
 
-_NO_GRAPHS = "--disable-cuda-graph"
-_GRAPH_FIELDS = ("cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_config")
 _STANDARD_ROUTING = ("auto", "triton")
 
 
 def judge_sglang(settings: Settings, platform: str | None = None) -> tuple[Finding, ...]:
     """Judge a server's settings; ``platform`` is its SGLANG_PLATFORM, None where not known."""
     return (
-        *_graphs(settings),
+        *graphs(settings),
         *_speculation(settings),
         *_lora(settings),
         *_ranks(settings),
@@ -30,57 +28,11 @@ def judge_sglang(settings: Settings, platform: str | None = None) -> tuple[Findi
         *_fusion(settings),
         *_overlap(settings),
         *_cpu(settings, platform),
-        *apply(RULES, settings),
+        *apply(HIDES, settings),
+        *apply(NUMBERS, settings),
         *(Finding(one) for one in model_checks(settings.get("model_path"))),
         *_harmless(settings),
     )
-
-
-def _graphs(settings: Settings) -> Iterator[Finding]:
-    name = "CUDA graphs"
-    live = {phase: how for phase, how in _backends(settings).items() if how != "disabled"}
-    if not live:
-        yield Finding(Check(name, "ok", "off", tried=str(settings.get("device")) == "cpu"))
-        return
-    said = [settings.say(f) for f in _GRAPH_FIELDS if f in settings.told]
-    found = ", ".join(f"{phase} {how}" for phase, how in live.items())
-    if said:
-        found += f" ({', '.join(said)})"
-    elif not settings.whole:
-        found = f"by default decode full and, on CUDA, prefill breakable: no {_NO_GRAPHS}"
-    effect = (
-        f"a replayed graph calls no hooks: points inside {' and '.join(live)} passes are told as "
-        "not seen; log-probs still are"
-    )
-    advice = f"{_NO_GRAPHS} (newer: --cuda-graph-backend-decode and -prefill disabled)"
-    check = Check(name, "problem", found, advice, effect, tried=False)
-    yield Finding(check, (_NO_GRAPHS,), _GRAPH_FIELDS)
-
-
-def _backends(settings: Settings) -> dict[str, str]:
-    """Which graphs a phase runs from, with SGLang's own order of precedence."""
-    found = {"decode": "full", "prefill": "breakable"}
-    if settings.get("device") == "cpu":
-        # SGLang makes none there but with torch.compile, which is told by itself
-        found = dict.fromkeys(found, "disabled")
-    config = _config(settings.get("cuda_graph_config"))
-    for phase in found:
-        if settings.get("disable_cuda_graph") or settings.get(f"disable_{phase}_cuda_graph"):
-            found[phase] = "disabled"
-        found[phase] = str(settings.get(f"cuda_graph_backend_{phase}", found[phase]))
-        told = config.get(phase)
-        if isinstance(told, dict) and told.get("backend"):
-            found[phase] = str(told["backend"])
-    return found
-
-
-def _config(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _speculation(settings: Settings) -> Iterator[Finding]:

@@ -44,6 +44,9 @@ def check(words: list[str]) -> None:
         o: p for p in command.params if isinstance(p, click.Option) for o in p.secondary_opts
     }
     for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word == "--":
+            # what follows is another program's
+            return
         if not word.startswith("-") or word == "--help":
             continue
         assert word in options, f"{command.name} has no {word}"

@@ -263,15 +263,16 @@ def test_gathered_context_parallelism_is_refused_as_the_hook_does() -> None:
     assert problems(f"{JOB} --allgather-cp") == set()
 
 
-def test_deterministic_mode_wants_a_variable_of_transformer_engine() -> None:
+def test_deterministic_mode_wants_variables() -> None:
     command = f"{JOB} --deterministic-mode"
-    assert "refuses to start" in found(command, "deterministic mode").effect
-    for good in (
-        f"NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 {command}",
-        f"{command} --transformer-impl local",
-        f"""{command} --train-env-vars '{{"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}}'""",
-    ):
-        assert "refuses to start" not in found(good, "deterministic mode").effect
+    name = "deterministic mode"
+    wants = found(command, name)
+    assert wants.advice == "NCCL_ALGO=Ring and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+    assert "refuses to start" in wants.effect
+    local = found(f"NCCL_ALGO=Ring {command} --transformer-impl local", name)
+    passed = """--train-env-vars '{"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}'"""
+    given = found(f"{command} {passed}", name, NCCL_ALGO="Ring")
+    assert "refuses" not in local.effect + given.effect
 
 
 def test_the_hook_of_miles_and_slime_needs_a_place_to_write() -> None:

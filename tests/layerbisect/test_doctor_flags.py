@@ -3,6 +3,9 @@
 import ast
 import importlib.util
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -11,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from layerbisect.doctor import megatron_table, sglang_flags, sglang_table
+from layerbisect.doctor import megatron_table, sglang_flags
+from layerbisect.doctor.sglang_hides import HIDES
+from layerbisect.doctor.sglang_numbers import NUMBERS
 
+ROOT = Path(__file__).parents[2]
 SGLANG = importlib.util.find_spec("sglang") is not None
 KINDS = {
     "_StoreTrueAction": "switch",
@@ -70,7 +76,9 @@ def test_flags_that_are_told_as_removed_are_not_there(parser: dict[str, list[Any
 
 def test_every_rule_is_over_a_setting_that_is_read() -> None:
     known = {flag.field for flag in sglang_flags.FLAGS}
-    assert {rule.field for rule in sglang_table.RULES} <= known
+    assert {rule.field for rule in (*HIDES, *NUMBERS)} <= known
+    assert {rule.state for rule in HIDES} == {"problem"}
+    assert "problem" not in {rule.state for rule in NUMBERS}
     read = {flag.field for flag in (*megatron_table.FLAGS, *megatron_table.JOB_FLAGS)}
     assert {rule.field for rule in megatron_table.RULES} <= read
 
@@ -99,3 +107,39 @@ def test_every_megatron_flag_sets_a_field_of_the_installed_configuration() -> No
     # a flag is named by its field, unless the configuration says otherwise
     for field in ("fp8", "fp4"):
         assert known[field].names[0] in fields[field]
+
+
+def test_every_flag_on_the_page_is_known() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    tables = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"`(--[a-z0-9-]+)", tables)) - {"--json", "--server", "--sglang-"}
+    known = {
+        name
+        for flag in (
+            *sglang_flags.FLAGS,
+            *megatron_table.FLAGS,
+            *megatron_table.JOB_FLAGS,
+        )
+        for name in flag.names
+    }
+    assert named and named <= known
+    # what hides points is on the page
+    spelled = {flag.field: flag.names[0] for flag in sglang_flags.FLAGS}
+    assert {spelled[rule.field] for rule in HIDES} <= named
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    own = ("SGLANG_", "LAYERBISECT_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
+    words = shlex.split(shown.split("captures/rollout ")[1].split(" --disable-cuda-graph\n")[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "layerbisect", "doctor", "--", *words],
+        cwd=ROOT,
+        env=environment | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith(shown)

@@ -1,83 +1,23 @@
-"""What single settings of SGLang's server do to a capture.
+"""Single settings of SGLang's server that change numbers, or that are worth knowing.
 
-Read in the sources of SGLang 0.5.23, and of the capture itself where a setting hides points.
+Read in the sources of SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
 from layerbisect.doctor.rules import Rule, above, other_than
 
-_PARTIAL = "each rank holds other rows than the capture expects: nothing is recorded where it is so"
 _SUMS = "sums over ranks in another order: changes last bits"
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "enable_torch_compile",
-        "torch.compile",
-        "problem",
-        "compiled modules call no hooks: their points are told as not seen",
-        "leave --enable-torch-compile out",
-    ),
-    Rule(
-        "quantization",
-        "quantization",
-        "problem",
-        "weights are others than the checkpoint's: the reference has them in full, so that linear "
-        "layers and experts err by what quantization loses; quantised checkpoints are refused",
-        "serve the weights that the trainer has, without --quantization",
-        other_than("unquant"),
-    ),
-    Rule(
-        "modelopt_quant",
-        "quantization",
-        "problem",
-        "weights are others than the checkpoint's, as with --quantization",
-        "serve the weights that the trainer has, without --modelopt-quant",
-    ),
+NUMBERS: tuple[Rule, ...] = (
     Rule(
         "kv_cache_dtype",
         "KV cache",
         "note",
         "keys and values are rounded to fewer bits as they are stored: attention errs by that "
-        "wherever it reads them back, which no trainer does",
+        "wherever it reads them back, and the trainer's does not",
         "--kv-cache-dtype auto, and compare",
         other_than("auto", "bf16", "bfloat16"),
-    ),
-    Rule(
-        "enable_two_batch_overlap",
-        "two-batch overlap",
-        "problem",
-        f"the batch runs in two halves: {_PARTIAL}",
-        "leave --enable-two-batch-overlap out",
-    ),
-    Rule(
-        "enable_layernorm_sp",
-        "sequence parallel",
-        "problem",
-        _PARTIAL,
-        "leave --enable-layernorm-sp out",
-    ),
-    Rule(
-        "enable_attn_tp_input_scattered",
-        "scattered input",
-        "problem",
-        _PARTIAL,
-        "leave --enable-attn-tp-input-scattered out",
-    ),
-    Rule(
-        "enable_prefill_cp",
-        "context parallel",
-        "problem",
-        _PARTIAL,
-        "leave --enable-prefill-cp out",
-    ),
-    Rule(
-        "attn_cp_size",
-        "context parallel",
-        "problem",
-        _PARTIAL,
-        "--attn-cp-size 1",
-        above(1),
     ),
     Rule(
         "dcp_size",
@@ -87,52 +27,6 @@ RULES: tuple[Rule, ...] = (
         "decode steps may be a part",
         "--dcp-size 1",
         above(1),
-    ),
-    Rule(
-        "moe_a2a_backend",
-        "experts' tokens travel",
-        "problem",
-        "tokens are sent to the ranks that hold their experts: all mlp points of MoE layers are "
-        "told as not seen",
-        "--moe-a2a-backend none",
-        other_than("none"),
-    ),
-    Rule(
-        "enable_eplb",
-        "experts are moved",
-        "problem",
-        "the engine numbers places of experts, not experts: mlp.expert_ids is told as not seen",
-        "leave --enable-eplb out",
-    ),
-    Rule(
-        "ep_num_redundant_experts",
-        "redundant experts",
-        "problem",
-        "the engine numbers places of experts, not experts: mlp.expert_ids is told as not seen",
-        "--ep-num-redundant-experts 0",
-        above(0),
-    ),
-    Rule(
-        "init_expert_location",
-        "experts are moved",
-        "problem",
-        "the engine numbers places of experts, not experts: mlp.expert_ids is told as not seen",
-        "--init-expert-location trivial",
-        other_than("trivial"),
-    ),
-    Rule(
-        "enable_nvidia_megakernel",
-        "fused kernels",
-        "problem",
-        "decode steps run in one kernel: their inner points are told as not seen",
-        "leave --enable-nvidia-megakernel out",
-    ),
-    Rule(
-        "enable_amd_monokernel",
-        "fused kernels",
-        "problem",
-        "decode steps run in one kernel: their inner points are told as not seen",
-        "leave --enable-amd-monokernel out",
     ),
     Rule(
         "enable_aiter_allreduce_fusion",
@@ -146,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         "enable_fused_qk_norm_rope",
         "fused q/k norm and RoPE",
         "note",
-        "norm and rotation of q and k in one kernel, rounded once: changes last bits; attn.q and "
+        "norm and rotation of q and k in one kernel: changes last bits; attn.q and "
         "attn.k are read behind it",
         "--no-enable-fused-qk-norm-rope, and compare",
     ),
@@ -218,28 +112,12 @@ RULES: tuple[Rule, ...] = (
         when=other_than("auto", "bfloat16"),
     ),
     Rule(
-        "model_impl",
-        "model",
-        "problem",
-        "points are known by the modules of SGLang's own models: nearly all are told as not seen",
-        "--model-impl auto",
-        other_than("auto", "sglang"),
-    ),
-    Rule(
         "json_model_override_args",
         "model",
         "note",
         "the reference reads the checkpoint's config.json, which does not have these",
         "write them into config.json",
         other_than("{}"),
-    ),
-    Rule(
-        "load_format",
-        "weights",
-        "problem",
-        "weights are random: no checkpoint has them, and bisect needs one",
-        "leave --load-format dummy out",
-        lambda value: value == "dummy",
     ),
     Rule(
         "disaggregation_mode",
