@@ -60,7 +60,8 @@ def junit_xml(results: Sequence[Result]) -> bytes:
     # schemas have it of a suite alone
     del root.attrib["skipped"]
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+    written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return written + b"\n"
 
 
 def visible(text: str) -> str:

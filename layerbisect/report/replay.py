@@ -200,7 +200,7 @@ def _table(replay: Replay) -> Table:
         # what is varied and timed is an implementation, and the engine's output is only judged
         source = judged if engine else one
         setting = ", ".join(part for part in (one.family, one.mode) if part != "unspecified")
-        state = "beyond rounding" if errors is not None and errors.convicted else one.state
+        state: str = "beyond rounding" if errors is not None and errors.convicted else one.state
         if engine and errors is not None and not errors.convicted:
             state = "within rounding"
         texts = [cell(source) for cell in cells] + _distances(errors)

@@ -76,7 +76,7 @@ def routing_section(verdict: Verdict) -> Section | None:
 def _by_cause(layer: LayerRouting) -> dict[str, int]:
     if layer.explained is None:
         return {NOT_JUDGED: layer.flips}
-    return dict(layer.explained.causes)
+    return {cause: number for cause, number in layer.explained.causes.items()}
 
 
 def _flips(routing: Routing) -> Chart:

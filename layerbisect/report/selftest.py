@@ -68,7 +68,15 @@ def _runs(data: Mapping[str, Any]) -> Table:
             Cell(f"{one['seconds']:.1f}", number=True),
         ]
         rows.append((*cells, *([Cell(one.get("captures") or "")] * kept)))
-    head = ("run", "planted", "what it does", "the verdict says", "it is", "mistakes", "seconds")
+    head: tuple[str, ...] = (
+        "run",
+        "planted",
+        "what it does",
+        "the verdict says",
+        "it is",
+        "mistakes",
+        "seconds",
+    )
     # a column that says nothing is none
     shown = [at for at in range(len(head)) if at != 5 or any(row[5].text for row in rows)]
     shown += [len(head)] * kept

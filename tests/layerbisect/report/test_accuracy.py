@@ -78,7 +78,7 @@ def test_nearly_all_is_not_called_all() -> None:
 
 
 def case(**row: Any) -> dict[str, Any]:
-    base = {"model": "tiny", "dtype": "float32", "held_out": False}
+    base: dict[str, Any] = {"model": "tiny", "dtype": "float32", "held_out": False}
     return result(**(base | row)).row
 
 

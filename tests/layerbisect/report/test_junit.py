@@ -34,7 +34,16 @@ def gap(mae: float) -> Gap:
 
 def scored(status: Status, *culprits: Culprit, **maes: float) -> Verdict:
     pairs = tuple(
-        PairReport(name.replace("_", "-"), *name.split("_"), gap(mae), None, None, (), ())
+        PairReport(
+            name.replace("_", "-"),
+            name.partition("_")[0],
+            name.partition("_")[2],
+            gap(mae),
+            None,
+            None,
+            (),
+            (),
+        )
         for name, mae in maes.items()
     )
     report = ScoreReport(0.01, 4, 100, pairs, (), {}, None, None, (), (), 4)
