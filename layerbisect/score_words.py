@@ -33,7 +33,7 @@ def repeat_pairs(repeat: RepeatReport) -> str:
 def ratio_words(effect: Effect) -> str:
     """Say how large the importance ratio is."""
     return (
-        f"ratio {effect.ratio_mean:.4f} in the mean, {effect.ratio_min:.3g} to "
+        f"ratio {exact(effect.ratio_mean, 4)} in the mean, {effect.ratio_min:.3g} to "
         f"{effect.ratio_max:.3g}"
     )
 

@@ -33,7 +33,7 @@ def position_charts(scores: ScoreReport) -> tuple[Chart, ...]:
         Chart(
             "scores-position",
             "Mean absolute gap by response position",
-            position_reading(scores.pairs, scores.tolerance),
+            position_reading(scores.pairs, scores.tolerance, scores.floors),
             _by_position(scores, bins, lambda gap: gap.mae, signed=False),
             _position_table("Mean absolute gap, nat", scores.pairs, bins, lambda gap: gap.mae),
         ),
@@ -57,7 +57,7 @@ def _by_position(
     made = figure(axis, f"{'signed' if signed else 'absolute'} mean, nat")
     ends = (-0.5, at[bins[-1]] + 0.5)
     tolerance = scores.tolerance
-    _band(made, ends, -tolerance if signed else 0.0, tolerance, f"accepted: {nat(tolerance)} nat")
+    _band(made, ends, -tolerance if signed else 0.0, tolerance, f"accepted: {tolerance:g} nat")
     found = [value(gap) for pair in scores.pairs for gap in pair.by_position]
     floor = max(scores.floors.values(), default=0.0)
     if floor > 0:
@@ -88,8 +88,8 @@ def _by_position(
     made.update_xaxes(tickvals=[at[one] for one in bins], ticktext=ticks, range=ends)
     high = max(*found, tolerance, floor)
     low = min(*found, -tolerance, -floor) if signed else 0.0
-    spare = 0.08 * (high - low)
-    made.update_yaxes(tickformat="~g", range=[low - spare if signed else 0.0, high + spare])
+    spare = 0.06 * (high - low)
+    made.update_yaxes(tickformat="~g", range=[low - spare, high + spare])
     return made
 
 
@@ -136,6 +136,7 @@ def _line(
         mode="lines+markers",
         line={"color": SERIES[look], "dash": DASHES[look], "width": 2},
         marker={"symbol": f"{MARKERS[look]}-open", "size": size, "line": {"width": 2}},
+        cliponaxis=False,
         customdata=told,
         hovertemplate="position %{customdata[0]}: %{y:.6g} nat over %{customdata[1]:,} tokens",
     )

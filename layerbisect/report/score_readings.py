@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
 
+from layerbisect.bisect.scores.decision_map import CLEAR
+from layerbisect.bisect.scores.explain import FEWEST
 from layerbisect.bisect.scores.report import PairReport, PositionGap
-from layerbisect.bisect.token_report import Distribution
 from layerbisect.score_words import positions
 from layerbisect.wording import count, nat, percent
 
-_CLEAR = 2.0
+_STANDS_OUT = 2.0
 """A range of positions stands out where its gap is so many times what is accepted."""
-_FEWEST = 32
+_OF_HIGHEST = 0.25
+"""Ranges with less than this part of a pair's highest one are not where it is apart."""
+_GROWTH = 4.0
+_RISES = 3
+_UNEVEN = 8
 _ONE_SIGN = 0.9
 _CANCELS = 0.3
-BELL = 3.2
-"""99th percentile of absolute values over their mean, for a normal distribution about 0."""
 
 
-def position_reading(pairs: Sequence[PairReport], tolerance: float) -> str:
-    """Say where the mean absolute gap is beyond ``tolerance`` (nat), and for which pairs."""
+def position_reading(
+    pairs: Sequence[PairReport], tolerance: float, floors: Mapping[str, float]
+) -> str:
+    """Say where the mean absolute gap is beyond ``tolerance`` (nat), and for which pairs.
+
+    ``floors`` is what repeats of a pair's columns differ by (nat), by pair.
+    """
     if all(pair.gap.max == 0 for pair in pairs):
         names = ", ".join(pair.name for pair in pairs)
         return f"{names}: 0 at every position, the scores are equal."
@@ -30,17 +38,19 @@ def position_reading(pairs: Sequence[PairReport], tolerance: float) -> str:
         worst, at = max(
             ((pair, gap) for pair in pairs for gap in pair.by_position), key=lambda p: p[1].mae
         )
-        where = (
-            "Every point lies in the grey band"
+        inside = (
+            f"Every point lies in the grey band of what is accepted, {tolerance:g} nat"
             if at.mae <= tolerance
-            else "All gaps are within the grey band in the mean"
+            else f"Over all tokens every gap is within the accepted {tolerance:g} nat (grey)"
         )
         return (
-            f"{where}, which is what is accepted ({nat(tolerance)} nat). The highest is "
-            f"{worst.name} {_at(at)}: {nat(at.mae)} nat over {count(at.tokens, 'token')}."
+            f"{inside}; the highest is {worst.name} {_at(at)}, {nat(at.mae)} nat over "
+            f"{count(at.tokens, 'token')}."
         )
     odd = _odd_one(apart, near)
-    if odd is not None and len({_where(pair, tolerance) for pair in apart}) == 1:
+    if odd is not None and all(_grows(pair, tolerance) for pair in apart):
+        said = [f"{odd} differs from both others, {_growing(apart[0])}"]
+    elif odd is not None and len({_where(pair, tolerance) for pair in apart}) == 1:
         beyond = [_sizes(pair, tolerance) for pair in apart]
         said = [
             f"{odd} differs from both others {_where(apart[0], tolerance)}, by "
@@ -49,21 +59,26 @@ def position_reading(pairs: Sequence[PairReport], tolerance: float) -> str:
         ]
     else:
         said = [_beyond(pair, tolerance) for pair in apart]
-    said += [
-        f"{pair.name} is {nat(pair.gap.mae)} nat in the mean, within the accepted {nat(tolerance)}"
-        for pair in near
-    ]
-    return "; ".join(said) + "."
+    said += [f"{pair.name} stays small, {nat(pair.gap.mae)} nat in the mean" for pair in near]
+    hidden = [p for p in apart if p.gap.mae <= CLEAR * floors.get(p.name, 0.0)]
+    noise = ""
+    if hidden:
+        largest = max(floors[pair.name] for pair in hidden)
+        names = ", ".join(pair.name for pair in hidden)
+        noise = f" Repeats of one side differ by {nat(largest)} nat: they alone may make {names}."
+    return f"{'; '.join(said)}. Up to {tolerance:g} nat is accepted (grey).{noise}"
 
 
 def signed_reading(pairs: Sequence[PairReport]) -> str:
     """Say of each pair whether its differences have one sign or cancel."""
-    return " ".join(_lean(pair) for pair in pairs)
-
-
-def spread_reading(pairs: Sequence[PairReport]) -> str:
-    """Say of each pair on which side of 0 its tokens lie, and how far out its tail goes."""
-    return " ".join(_spread(p, p.distribution) for p in pairs if p.distribution is not None)
+    tokens = [gap.tokens for pair in pairs for gap in pair.by_position]
+    said = " ".join(_lean(pair) for pair in pairs)
+    if max(tokens) < _UNEVEN * min(tokens) or all(pair.gap.max == 0 for pair in pairs):
+        return said
+    return (
+        f"{said} A point is the mean of {min(tokens):,} to {max(tokens):,} tokens; those of few "
+        "scatter more."
+    )
 
 
 def worst_reading(pair: PairReport) -> str:
@@ -71,6 +86,8 @@ def worst_reading(pair: PairReport) -> str:
     total = pair.gap.mae * pair.gap.rows
     made = sum(abs(token.difference) for token in pair.worst) / total if total else 0.0
     shown, rows = len(pair.worst), pair.gap.rows
+    if rows == 1:
+        return f"{pair.name} has no other token than this one."
     if shown >= rows:
         return f"These are all {count(rows, 'token')} of {pair.name}."
     what = "worst token" if shown == 1 else f"{shown} worst tokens"
@@ -78,13 +95,15 @@ def worst_reading(pair: PairReport) -> str:
     said = f"The {what} of {pair.name} {verb} {percent(made)} of its gap over {rows:,} tokens"
     if made > 0.5:
         return f"{said}: a few tokens are most of it."
-    if made < 0.1 or made < _CLEAR * shown / rows:
+    if made < 0.1 or made < _STANDS_OUT * shown / rows:
         return f"{said}: the gap is spread over many tokens."
     return f"{said}."
 
 
 def _apart(pair: PairReport, tolerance: float) -> bool:
-    return pair.gap.mae > tolerance or any(g.mae > _CLEAR * tolerance for g in pair.by_position)
+    return pair.gap.mae > tolerance or any(
+        g.mae > _STANDS_OUT * tolerance for g in pair.by_position
+    )
 
 
 def _odd_one(apart: Sequence[PairReport], near: Sequence[PairReport]) -> str | None:
@@ -96,36 +115,54 @@ def _odd_one(apart: Sequence[PairReport], near: Sequence[PairReport]) -> str | N
     return common.pop() if len(common) == 1 else None
 
 
+def _is_apart(pair: PairReport, tolerance: float) -> list[bool]:
+    """Of each range of positions, whether the pair is apart there."""
+    highest = max((gap.mae for gap in pair.by_position), default=0.0)
+    least = max(tolerance, _OF_HIGHEST * highest)
+    return [gap.mae > least for gap in pair.by_position]
+
+
 def _sizes(pair: PairReport, tolerance: float) -> tuple[list[float], list[float]]:
-    """Means of the ranges beyond the tolerance, and of the others."""
-    inside = [gap.mae for gap in pair.by_position if gap.mae > tolerance]
-    return inside, [gap.mae for gap in pair.by_position if not gap.mae > tolerance]
+    """Mean gaps of the ranges where a pair is apart, and of the others."""
+    sizes = list(zip(pair.by_position, _is_apart(pair, tolerance), strict=True))
+    return [gap.mae for gap, is_so in sizes if is_so], [g.mae for g, is_so in sizes if not is_so]
 
 
 def _where(pair: PairReport, tolerance: float) -> str:
-    bins = pair.by_position
-    beyond = [gap.mae > tolerance for gap in bins]
-    if all(beyond):
+    bins, apart = pair.by_position, _is_apart(pair, tolerance)
+    if not any(apart) or all(apart):
         return "at every position"
-    start = beyond.index(True)
-    if bins[0].start == 0 and sum(beyond) == 1 and beyond[0]:
+    start = apart.index(True)
+    if sum(apart) == 1 and (bins[start].start, bins[start].stop) == (0, 1):
         return "at the first token alone"
-    if all(beyond[start:]):
+    if all(apart[start:]):
         return f"from position {bins[start].start:,} on"
-    if sum(beyond) == 1:
+    if sum(apart) == 1:
         return _at(bins[start])
-    return f"in {sum(beyond)} of {len(bins)} ranges of positions"
+    return f"in {sum(apart)} of {len(bins)} ranges of positions"
 
 
 def _beyond(pair: PairReport, tolerance: float) -> str:
+    if _grows(pair, tolerance):
+        return f"{pair.name} is apart, {_growing(pair)}"
     inside, outside = _sizes(pair, tolerance)
-    if not inside:
-        # the mean over all tokens is rounded otherwise than those of the ranges
-        return f"{pair.name} is {nat(pair.gap.mae)} nat, about what is accepted"
     return (
-        f"{pair.name} is above the accepted {nat(tolerance)} nat {_where(pair, tolerance)}, "
-        f"at {_range(inside)} nat{_elsewhere(outside)}"
+        f"{pair.name} is apart {_where(pair, tolerance)}, by "
+        f"{_range(inside or outside)} nat{_elsewhere(outside if inside else [])}"
     )
+
+
+def _grows(pair: PairReport, tolerance: float) -> bool:
+    """Whether the gap grows steadily with position, once it is beyond the tolerance."""
+    sizes = [max(gap.mae, tolerance) for gap in pair.by_position if gap.start > 0]
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
+    rising = sum(step > 0 for step in steps)
+    return rising >= _RISES and min(steps) >= 0 and sizes[-1] > _GROWTH * sizes[0]
+
+
+def _growing(pair: PairReport) -> str:
+    first, last = next(g for g in pair.by_position if g.start > 0), pair.by_position[-1]
+    return f"more and more: {nat(first.mae)} nat {_at(first)}, {nat(last.mae)} {_at(last)}"
 
 
 def _range(sizes: Sequence[float]) -> str:
@@ -148,9 +185,9 @@ def _lean(pair: PairReport) -> str:
     mean, size = pair.gap.signed_mean, pair.gap.mae
     if size == 0:
         return f"{pair.name} is 0."
-    said = f"{pair.name} is {signed(mean)} nat in the mean, of {nat(size)} absolute"
-    if pair.gap.rows < _FEWEST:
-        return f"{said}; {count(pair.gap.rows, 'token')} cannot tell a lean from chance."
+    said = f"{pair.name}: {signed(mean)} nat in the mean, {nat(size)} absolute"
+    if pair.gap.rows < FEWEST:
+        return f"{said}; {count(pair.gap.rows, 'token')} cannot tell a side from chance."
     if abs(mean) >= _ONE_SIGN * size:
         lower = pair.first if mean < 0 else pair.second
         return f"{said}: nearly all one way, {lower} is the lower one."
@@ -162,44 +199,3 @@ def _lean(pair: PairReport) -> str:
 def signed(value: float) -> str:
     """Write a difference in nat with its sign."""
     return ("+" if value > 0 else "") + nat(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """How many tokens are below 0, about 0, and above."""
-
-    below: int
-    about: int
-    above: int
-
-
-def _sides(one: Distribution) -> _Sides:
-    below = about = above = 0
-    for low, high, number in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
-        if high <= 0:
-            below += number
-        elif low >= 0:
-            above += number
-        else:
-            about += number
-    return _Sides(below, about, above)
-
-
-def _spread(pair: PairReport, one: Distribution) -> str:
-    sides = _sides(one)
-    total = sides.below + sides.about + sides.above
-    small = nat(min((edge for edge in one.edges if edge > 0), default=0.0))
-    if sides.about == total:
-        return f"{pair.name}: all of {count(total, 'token')} within {small} nat of 0."
-    said = f"{pair.name}: {sides.below:,} of {count(total, 'token')} below 0, {sides.above:,} above"
-    said += f", {sides.about:,} within {small} nat of it" if sides.about else ""
-    said += f"; largest {nat(pair.gap.max)} nat"
-    one_way = max(sides.below, sides.above) >= 0.95 * total
-    if total >= _FEWEST and one_way:
-        return f"{said}: it lies to one side."
-    if total >= 10 * _FEWEST and pair.gap.mae:
-        ratio = pair.gap.p99 / pair.gap.mae
-        said += f", 99th percentile {ratio:.1f} times the mean ({BELL} for a bell curve)"
-        if ratio > 2 * BELL:
-            return f"{said}: a heavy tail."
-    return f"{said}."

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from layerbisect.bisect.scores.explain import FEWEST
 from layerbisect.bisect.scores.report import PairReport
 from layerbisect.bisect.token_report import Distribution
 from layerbisect.report.blocks import Cell, Chart, Table
 from layerbisect.report.palette import FLOOR, GREY, SERIES, figure, label
-from layerbisect.report.score_readings import spread_reading
-from layerbisect.wording import nat
+from layerbisect.wording import count, nat
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+_FAR = 20.0
+"""A largest difference of more than so many times the 99th percentile stands alone."""
+_BELL = 3.2
+"""99th percentile of absolute values over their mean, for a normal distribution about 0."""
 
 _PANEL = 110
 _MARGINS = 110
@@ -39,10 +45,62 @@ def spread_chart(pairs: Sequence[PairReport], tolerance: float) -> Chart | None:
     )
 
 
+def spread_reading(pairs: Sequence[PairReport]) -> str:
+    """Say of each pair on which side of 0 its tokens lie, and how far out its tail goes."""
+    said = " ".join(_spread(p, p.distribution) for p in pairs if p.distribution is not None)
+    if "times the mean" in said:
+        said += f" A bell curve's 99th percentile is {_BELL} times its mean."
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """How many tokens are below 0, about 0, and above."""
+
+    below: int
+    about: int
+    above: int
+
+
+def _sides(one: Distribution) -> _Sides:
+    below = about = above = 0
+    for low, high, number in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
+        if high <= 0:
+            below += number
+        elif low >= 0:
+            above += number
+        else:
+            about += number
+    return _Sides(below, about, above)
+
+
+def _spread(pair: PairReport, one: Distribution) -> str:
+    sides = _sides(one)
+    total = sides.below + sides.about + sides.above
+    least = min((edge for edge in one.edges if edge > 0), default=0.0)
+    small = f"{least:.9f}".rstrip("0")
+    if sides.about == total:
+        return f"{pair.name}: all {count(total, 'token')} within {small} nat of 0."
+    said = f"{pair.name}: {sides.below:,} of {count(total, 'token')} below 0, {sides.above:,} above"
+    said += f", {sides.about:,} within {small} nat of it" if sides.about else ""
+    said += f"; largest {nat(pair.gap.max)} nat"
+    one_way = max(sides.below, sides.above) >= 0.95 * total
+    if total >= FEWEST and one_way:
+        return f"{said}: it lies to one side."
+    if total >= 10 * FEWEST and pair.gap.max > _FAR * pair.gap.p99:
+        return f"{said}, 99th percentile {nat(pair.gap.p99)}: a few tokens lie far out."
+    if total >= 10 * FEWEST and pair.gap.mae:
+        ratio = pair.gap.p99 / pair.gap.mae
+        said += f", 99th percentile {ratio:.1f} times the mean"
+        if ratio > 2 * _BELL:
+            return f"{said}: a heavy tail."
+    return f"{said}."
+
+
 def _panels(shown: Sequence[tuple[PairReport, Distribution]], tolerance: float) -> Figure:
     edges = shown[0][1].edges
     least = min(edge for edge in edges if edge > 0)
-    filled = [number for _, one in shown for number, count in enumerate(one.counts) if count]
+    filled = [number for _, one in shown for number, tokens in enumerate(one.counts) if tokens]
     # the bin about zero and what is accepted are always in sight
     seen = [*(edges[n] for n in filled), *(edges[n + 1] for n in filled), -least, least]
     seen += [-tolerance, tolerance]
@@ -56,7 +114,7 @@ def _panels(shown: Sequence[tuple[PairReport, Distribution]], tolerance: float) 
         panel = "" if number == 0 else str(number + 1)
         top = 1 - number * share
         look = number % len(SERIES)
-        bars = [n for n, count in enumerate(one.counts) if count]
+        bars = [n for n, tokens in enumerate(one.counts) if tokens]
         made.add_bar(
             name=label(pair.name),
             x=[sum(places[n]) / 2 for n in bars],

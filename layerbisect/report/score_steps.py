@@ -44,7 +44,7 @@ def _chart(steps: Sequence[StepReport], tolerance: float) -> Chart:
     made = figure("training step", "mean absolute gap, nat")
     ends = [x[0] - 0.5, x[-1] + 0.5]
     made.add_scatter(
-        name=f"accepted: {nat(tolerance)} nat",
+        name=f"accepted: {tolerance:g} nat",
         x=[*ends, *reversed(ends)],
         y=[0, 0, tolerance, tolerance],
         mode="lines",
@@ -63,13 +63,14 @@ def _chart(steps: Sequence[StepReport], tolerance: float) -> Chart:
             mode="lines+markers",
             line={"color": SERIES[look], "dash": DASHES[look], "width": 2},
             marker={"symbol": f"{MARKERS[look]}-open", "size": size, "line": {"width": 2}},
+            cliponaxis=False,
             hovertemplate="step %{x}: %{y:.6g} nat",
         )
     made.update_xaxes(range=ends, tickformat="d")
     if len(x) <= 12:
         made.update_xaxes(tickvals=x)
     high = max(tolerance, *(_largest(step) for step in steps))
-    made.update_yaxes(tickformat="~g", range=[0, 1.08 * high])
+    made.update_yaxes(tickformat="~g", range=[-0.06 * high, 1.06 * high])
     return Chart(
         "scores-steps",
         "Mean absolute gap by step",
@@ -98,7 +99,7 @@ def _reading(steps: Sequence[StepReport], tolerance: float) -> str:
     after = len(steps) - first - 1
     again = [number for number in range(first + 1, len(steps)) if number not in beyond]
     if after and not again:
-        return f"{said}. All later steps are beyond the accepted {nat(tolerance)} nat too."
+        return f"{said}. All later steps are beyond the accepted {tolerance:g} nat too."
     if again:
         return f"{said}. {_named(steps, again[0]).capitalize()} is within the accepted range again."
     return f"{said}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerbisect.bisect.scores.explain import chance
+from layerbisect.bisect.scores.explain import FEWEST, chance
 from layerbisect.bisect.scores.report import Effect, Finding, RepeatReport, ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.report.blocks import Block, Cell, Facts, Section, Table
@@ -23,7 +23,7 @@ from layerbisect.wording import count, nat, percent
 _EXPLAINED = 6
 """Shapes whose evidence is written out; a table has all."""
 
-_SIDE = {"B": "the rollout engine's replay (B)", "C": "the trainer (C)"}
+_SIDE = {"B": "The rollout engine's replay (B)", "C": "The trainer (C)"}
 
 
 def worst_section(scores: ScoreReport, text: TokenText | None) -> Section | None:
@@ -72,6 +72,8 @@ def shapes_section(verdict: Verdict, scores: ScoreReport) -> Section | None:
     sought = f"{count(looked, 'test')} looked at {count(scores.sampled, 'response')}"
     if not scores.findings:
         lead = f"No shape: {sought}, and none found anything."
+        if scores.tokens < FEWEST:
+            lead = f"{sought}, which are too short to show a shape: {FEWEST} tokens are needed."
         return Section("scores-shapes", "Shapes in the differences", lead, ())
     proofs = {sentence for culprit in verdict.culprits for sentence in culprit.evidence}
     convicting = [f for f in scores.findings if f"{f.test}: {f.summary}" in proofs]
@@ -105,7 +107,7 @@ def _shape_row(finding: Finding, convicts: bool) -> tuple[Cell, ...]:
         Cell(finding.pair),
         Cell(finding.test, strong=True),
         Cell(finding.summary),
-        Cell(finding.side or "either"),
+        Cell(finding.side or " or ".join(column[0] for column in finding.pair.split("-"))),
         Cell(percent(finding.explains), number=True),
         Cell(f"{finding.tokens:,}{where}", number=not where),
         Cell(chance(finding.false_alarm), number=True),
@@ -147,8 +149,7 @@ def repeats_section(scores: ScoreReport) -> Section | None:
 
 
 def _repeats(repeat: RepeatReport) -> str:
-    who = f"{_SIDE[repeat.letter]}, {repeat.kind},"
-    who = who[0].upper() + who[1:]
+    who = _SIDE[repeat.letter] + (f", {repeat.kind}," if repeat.letter == "B" else "")
     if repeat.moved_tokens:
         return (
             f"{who} does not repeat itself: {count(repeat.moved_tokens, 'token')} moved by more "
@@ -194,13 +195,14 @@ def effect_section(effect: Effect | None) -> Section | None:
     clipped = effect.clipped_low + effect.clipped_high
     kept = effect.effective_sample_size * effect.tokens
     lead = (
-        f"A loss that weighs tokens by exp({effect.trainer} - {effect.rollout}) clips "
-        f"{percent(clipped)} of them for the gap alone, and its weights leave what "
-        f"{kept:,.0f} of {count(effect.tokens, 'token')} would without a gap."
+        f"In a loss that weighs tokens by exp({effect.trainer} - {effect.rollout}), this gap makes "
+        f"weights of {exact(effect.ratio_mean, 4)} in the mean instead of 1 and clips "
+        f"{percent(clipped)} of the tokens; they then count as much as {kept:,.0f} equally weighed "
+        f"ones, of {effect.tokens:,}."
     )
     rows = (
         ("ratio", f"{ratio_words(effect)}; 1 where both sides agree"),
-        ("clipped", f"{clipped_words(effect)}; a clipped token gives no gradient"),
+        ("clipped", f"{clipped_words(effect)}: no gradient where the advantage has that sign"),
         (
             "sample size",
             f"{sample_words(effect)} (by the product of their ratios): 100 % without a gap",

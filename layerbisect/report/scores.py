@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerbisect.bisect.scores.report import ScoreReport
+from layerbisect.bisect.scores.report import ScoreReport, TokenGap
 from layerbisect.bisect.verdict import Gap, Verdict
 from layerbisect.report.blocks import Block, Cell, Section, Table
 from layerbisect.report.score_positions import position_charts
@@ -22,7 +22,7 @@ from layerbisect.wording import nat
 
 _WHO = (
     "A is what the generation recorded, B the rollout engine's replay of the same tokens as a "
-    "prompt, and C the forward of the frozen trainer; 0 and 1 are repeats."
+    "prompt, and C the forward of the frozen trainer; B1 and C1 are repeats of B0 and C0."
 )
 
 
@@ -34,9 +34,9 @@ def score_sections(verdict: Verdict, text: TokenText | None) -> tuple[Section, .
     found = (
         _gaps_section(scores),
         steps_section(scores),
-        shapes_section(verdict, scores),
         _spread_section(scores),
         worst_section(scores, text),
+        shapes_section(verdict, scores),
         split_section(scores),
         repeats_section(scores),
         effect_section(scores.effect),
@@ -48,12 +48,19 @@ def _gaps_section(scores: ScoreReport) -> Section | None:
     if not scores.pairs:
         return None
     gaps = ", ".join(f"{pair.name} {nat(pair.gap.mae)}" for pair in scores.pairs)
+    of_step = next((one.step for one in scores.steps if one.maes == _maes(scores)), None)
     lead = (
-        f"Mean absolute gaps over {amount(scores)}, in nat: {gaps}; up to {nat(scores.tolerance)} "
+        f"Mean absolute gaps over {amount(scores)}"
+        + ("" if of_step is None else f" of step {of_step:,}")
+        + f", in nat: {gaps}; up to {scores.tolerance:g} "
         f"is accepted. {_WHO}"
     )
     blocks: tuple[Block, ...] = (*position_charts(scores), _gaps_table(scores))
     return Section("scores-gaps", "A, B and C by position", lead, blocks)
+
+
+def _maes(scores: ScoreReport) -> dict[str, float]:
+    return {pair.name: pair.gap.mae for pair in scores.pairs}
 
 
 def _gaps_table(scores: ScoreReport) -> Table:
@@ -89,10 +96,18 @@ def _spread_section(scores: ScoreReport) -> Section | None:
     chart = spread_chart(scores.pairs, scores.tolerance)
     if chart is None:
         return None
-    worst = max(scores.pairs, key=lambda pair: pair.gap.max)
     lead = (
         "How many tokens differ by how much, and to which side. What is made by rounding lies "
-        f"alike on both sides of 0. The largest single difference is {worst.name}'s: "
-        f"{signed(worst.worst[0].difference) if worst.worst else nat(worst.gap.max)} nat."
+        "alike on both sides of 0."
     )
+    worst = max((token for pair in scores.pairs for token in pair.worst), key=_size, default=None)
+    if worst is not None and worst.difference:
+        lead += (
+            f" The largest single difference is {signed(worst.difference)} nat, in {worst.call} at "
+            f"response position {worst.position:,}."
+        )
     return Section("scores-spread", "How the differences are spread", lead, (chart,))
+
+
+def _size(token: TokenGap) -> float:
+    return abs(token.difference)
