@@ -2,19 +2,21 @@
 
     python -m scripts.smollm2_case --work DIR
     python -m scripts.smollm2_case --work DIR --page docs/smollm2.md
+    python -m scripts.smollm2_case --work DIR --report report.html
 
 Makes the model, lets a real SGLang server on this machine's CPU answer ten prompts, captures it and
 transformers on the same tokens, and computes what the gap is made of; then takes causes away. The
 tables are printed, and with ``--page`` written into that page between its markers. Every step keeps
 its result in ``--work`` and is done again only where that is deleted. Takes about a quarter of an
-hour on two cores and 4 GB of disk; needs the environment that ``scripts/test`` makes.
+hour on two cores and 4 GB of disk; needs the environment that ``scripts/test`` makes. ``--report``
+does only the steps whose results its page shows, a few minutes.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from scripts import smollm2_numbers as numbers
 from scripts import smollm2_page as page
 from scripts.smollm2_engines import write_json
 from scripts.smollm2_numbers import Array
+from scripts.smollm2_report import MAKES, write_report
 from scripts.smollm2_work import Work, trainer
 from tests.sglang_server import ServerError
 
@@ -183,10 +186,11 @@ def _by_hand(work: Work) -> Do:
     return do
 
 
-def run(work: Work, console: Console) -> None:
-    """Do every step whose result is not there, saying what is left."""
+def run(work: Work, console: Console, makes: Collection[str] | None = None) -> None:
+    """Do every step whose result is not there, saying what is left; only those that ``makes``."""
     work.directory.mkdir(parents=True, exist_ok=True)
-    todo = [step for step in steps(work) if not (work.directory / step.makes).exists()]
+    wanted = [step for step in steps(work) if makes is None or step.makes in makes]
+    todo = [step for step in wanted if not (work.directory / step.makes).exists()]
     pace, spent = 1.0, 0.0
     for number, step in enumerate(todo):
         left = pace * sum(each.seconds for each in todo[number:]) / 60
@@ -205,13 +209,22 @@ def run(work: Work, console: Console) -> None:
 @click.command(help=(__doc__ or "").partition("\n")[0])
 @click.option("--work", "directory", type=click.Path(path_type=Path), required=True)
 @click.option("--page", "written", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--report", "report", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--threads", default=1, show_default=True, help="Threads of the computations.")
-def main(directory: Path, written: Path | None, threads: int) -> None:
+def main(directory: Path, written: Path | None, report: Path | None, threads: int) -> None:
     """Command line; tables on stdout, talk on stderr."""
+    if report is not None and written is not None:
+        raise click.UsageError("--page needs every step and --report a few: give one of them")
     torch.set_num_threads(threads)
     console = Console(stderr=True, markup=False, highlight=False)
     work = Work(directory)
     try:
+        if report is not None:
+            run(work, console, MAKES)
+            for line in write_report(work, report):
+                click.echo(line)
+            click.echo(f"{report}: open it in a browser")
+            return
         run(work, console)
         blocks = work.blocks()
         for name, block in blocks.items():

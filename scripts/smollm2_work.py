@@ -84,7 +84,7 @@ class Work:
 
     def blocks(self) -> dict[str, str]:
         """Every table of the page."""
-        scores = {label: self._scores(label) for label in "ABC"}
+        scores = {label: self.scores(label) for label in "ABC"}
         place = self.layout.place
         scan, runs = (dict(np.load(self.directory / f"{n}.npz")) for n in ("scan", "budget"))
         verdict, own, own_exact, hand = (
@@ -96,7 +96,7 @@ class Work:
         names = {"A": "SGLang generating", "B": "SGLang replaying", "C": "transformers"}
         return {
             "setup": page.setup(self._environment(), self._answers(), MODEL_NAME),
-            "gaps": gaps.gaps(scores, self._greedy(), self._again()),
+            "gaps": gaps.gaps(scores, self._greedy(), self.scores("again")),
             "verdict": page.verdict((self.directory / "verdict.txt").read_text()),
             "own": page.own(own, names),
             "layers": gaps.layers(scan),
@@ -119,17 +119,14 @@ class Work:
     def _json(self, name: str) -> Any:
         return json.loads((self.directory / f"{name}.json").read_text())
 
-    def _scores(self, label: str) -> Array:
-        requests = {"A": "generated", "B": "replayed", "C": "forward"}[label]
-        directory = self.captures[label].directory
+    def scores(self, label: str) -> Array:
+        """Log-probs (nat) of the answers' tokens, end to end: A, B, C, or B computed again."""
+        requests = {"A": "generated", "B": "replayed", "again": "again", "C": "forward"}[label]
+        directory = self.captures["B" if label == "again" else label].directory
         return numbers.response_scores(directory, requests, self.conversations)
 
-    def _again(self) -> Array:
-        directory = self.captures["B"].directory
-        return numbers.response_scores(directory, "again", self.conversations)
-
     def _raised(self) -> dict[str, dict[str, Array]]:
-        found = {"": {"B": self._scores("B"), "C": self._scores("C")}}
+        found = {"": {"B": self.scores("B"), "C": self.scores("C")}}
         for parts in engines.RAISED:
             sides = {
                 "B": (self.directory / "served-raised" / "capture", parts),

@@ -31,7 +31,6 @@ OPERATORS = {
     "residual": "the residual sum",
     "head": "the head (final projection to logits)",
     "logprob": "how log-probs are scored or kept",
-    "weights": "the weights",
     "inputs": "the tokens or the mask that were scored",
 }
 """A culprit's operator in words for people who have not read any code of this."""
@@ -157,6 +156,8 @@ def _verdict_title(verdict: Verdict) -> str:
 
 
 def _fault(culprit: Culprit) -> str:
+    if culprit.operator == "weights":
+        return f"Other weights, {side_words(culprit.side)}"
     what = OPERATORS.get(culprit.operator or "", "a layer whose inside was not captured")
     layer = "" if culprit.layer is None else f" of layer {culprit.layer}"
     return f"A fault in {what}{layer}, {side_words(culprit.side)}"
@@ -226,7 +227,7 @@ def _unseen(result: Result) -> tuple[str, ...]:
 
 def _step(text: str) -> Step:
     """Tell whole commands, which stand in backticks, from the words around them."""
-    parts = re.split(r"(`layerbisect (?:[^` ]+ ){2,}[^`]*`)", text)
+    parts = re.split(r"(`layerbisect (?:[^` ]+ ){2,}[^`]*`)(?:, )?", text)
     return Step(
         tuple((part.strip("`") if at % 2 else part, bool(at % 2)) for at, part in enumerate(parts))
     )
