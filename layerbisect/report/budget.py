@@ -92,4 +92,4 @@ def _bars(
     made.update_xaxes(rangemode="tozero")
     made.update_yaxes(automargin=True, title=None)
     rows = tuple((Cell(name), Cell(nat(value), number=True)) for name, value, _ in bars)
-    return Chart(id, title, reading, made, Table(title, ("", "nat"), rows), 90 + 32 * len(bars))
+    return Chart(id, title, reading, made, Table(title, ("what", "nat"), rows), 90 + 32 * len(bars))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.report.blocks import Cell, Chart, Facts, Section, Table
-from layerbisect.report.difference_charts import wide
 from layerbisect.report.palette import BLUE, FLOOR, GREEN, GREY, SKY, figure, label
 from layerbisect.report.sides import side_colour
 from layerbisect.terminal.layers import SHARE, step_share, whole_gap
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 _TITLE = "Where the gap grows"
 _MOST = 0.5
 """A step with at least this share of the gap makes most of it."""
+_LEVELS = 4
+"""Levels up to so many times the largest carried gap are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,10 @@ def _carried_chart(
     floor: float,
 ) -> Chart:
     made = figure("layer boundary (the input of layer ...)", "carried gap, nat")
-    positive = [gap for _, gap in probed if gap > 0]
-    logarithmic = wide(positive)
     made.add_scatter(
         name="carried gap",
         x=[boundary for boundary, _ in probed],
-        y=[gap if gap > 0 or not logarithmic else None for _, gap in probed],
+        y=[gap for _, gap in probed],
         mode="lines+markers",
         line={"color": BLUE},
         marker={"symbol": "circle", "size": 7},
@@ -111,27 +110,25 @@ def _carried_chart(
         showlegend=True,
     )
     budget = verdict.rounding_budget
-    if whole:
+    # a level far above would flatten the line
+    top = _LEVELS * max(gap for _, gap in probed)
+    if whole and whole <= top:
         _level(made, whole, "whole gap", GREY, "solid")
-    if budget is not None and budget.predicted_gap > 0:
+    if budget is not None and 0 < budget.predicted_gap <= top:
         _level(made, budget.predicted_gap, "rounding predicts for the whole gap", GREEN, "dash")
     if floor > 0:
-        bottom = min([*positive, floor]) / 2 if logarithmic else 0
         made.add_shape(
-            type="rect", xref="paper", x0=0, x1=1, y0=bottom, y1=floor, fillcolor=FLOOR,
+            type="rect", xref="paper", x0=0, x1=1, y0=0, y1=floor, fillcolor=FLOOR,
             line_width=0, layer="below", name="floor: the tail's own rounding", showlegend=True,
         )  # fmt: skip
     _mark_culprits(made, verdict)
-    made.update_yaxes(**({"type": "log", "dtick": 1} if logarithmic else {"rangemode": "tozero"}))
+    made.update_yaxes(rangemode="tozero")
     convicted = sorted({c.layer for c in verdict.culprits if c.layer is not None})
     reading = [_largest_words(steps, convicted), *_convicted_words(steps, convicted)]
     if whole:
         reading.append(f"The last boundary carries {nat(probed[-1][1])} of {nat(whole)} nat.")
     if floor > 0:
         reading.append(f"Up to {nat(floor)} nat, the grey band, may be the tail's own rounding.")
-    if logarithmic and len(positive) < len(probed):
-        without = ", ".join(str(boundary) for boundary, gap in probed if gap == 0)
-        reading.append(f"A gap of 0, at boundary {without}, has no place on this axis.")
     if len(probed) <= max(stop for stop, _ in probed):
         reading.append(
             f"Only {len(probed)} boundaries were probed, those with a point; between them the line "

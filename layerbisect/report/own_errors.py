@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerbisect.bisect.verdict import OperatorError, Verdict
 from layerbisect.report.blocks import Cell, Chart, Section, Table
+from layerbisect.report.difference_charts import wide
 from layerbisect.report.palette import GREY, PURPLE, figure, label
 from layerbisect.report.sides import side_colour, side_marker
 from layerbisect.wording import count, times
@@ -98,7 +99,9 @@ def _chart(verdict: Verdict, errors: Sequence[OperatorError]) -> Chart:
         type="line", xref="paper", x0=0, x1=1, y0=1, y1=1, showlegend=True, layer="below",
         name="1x: what the low-precision reference loses", line={"color": GREY, "dash": "dash"},
     )  # fmt: skip
-    made.update_yaxes(type="log", dtick=1, tickformat="~g", ticksuffix="x")
+    made.update_yaxes(type="log", tickformat="~g", ticksuffix="x")
+    if wide([max(error.own_error, _LEAST) for error in drawn]):
+        made.update_yaxes(dtick=1)
     if any(error.layer is None for error in errors):
         _name_ends(made, end, errors)
     reading = _reading(errors)
@@ -175,13 +178,13 @@ def _table(verdict: Verdict, errors: Sequence[OperatorError]) -> Table:
             Cell(times(error.own_error), number=True, strong=error.convicted),
             Cell(times(error.floor), number=True),
             Cell(f"{error.rows:,}" if error.rows else "-", number=True),
-            Cell("convicted" if error.convicted else ""),
+            Cell("convicted" if error.convicted else "rounding"),
         )
         for error in shown
     )
     more = f" ({len(convicted):,} in all)" if len(convicted) > _ROWS else ""
     return Table(
         f"The convicted{more}, and the largest of each kind of operator and side",
-        ("point", "operator", "side", "own error", "floor", "rows", ""),
+        ("point", "operator", "side", "own error", "floor", "rows", "judged"),
         rows,
     )

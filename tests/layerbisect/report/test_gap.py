@@ -1,9 +1,6 @@
 import dataclasses
 
 import numpy as np
-import pytest
-
-pytest.importorskip("plotly")
 
 from layerbisect.bisect.scores.report import PositionGap, TokenGap
 from layerbisect.bisect.token_report import (

@@ -1,13 +1,9 @@
 import dataclasses
 
-import pytest
-
-pytest.importorskip("plotly")
-
 from layerbisect.bisect.verdict import Probe
 from layerbisect.report.blocks import Facts
 from layerbisect.report.layers import carried_section
-from tests.layerbisect.report.making import charts, culprit, verdict
+from tests.layerbisect.report.making import GAP, charts, culprit, verdict
 
 STEP = (0.0, 0.01, 0.02, 0.09, 0.095)
 
@@ -57,11 +53,11 @@ def test_rounding_of_the_tail_is_a_band_and_no_share() -> None:
     assert shares[0] == "0 %"
 
 
-def test_gaps_of_several_decades_are_on_a_logarithmic_axis_without_their_zeros() -> None:
-    chart = charts(carried_section(verdict((0.0, 1e-5, 1e-4, 0.09, 0.1))))["carried-gap"]
-    assert chart.figure.layout.yaxis.type == "log"
-    assert chart.figure.data[0].y[0] is None
-    assert "A gap of 0, at boundary 0, has no place on this axis." in chart.reading
+def test_whole_gap_far_above_what_the_layers_carry_does_not_flatten_the_line() -> None:
+    far = dataclasses.replace(GAP, mae=5.0)
+    chart = charts(carried_section(verdict(STEP, gap=far, budget=None)))["carried-gap"]
+    assert chart.figure.layout.shapes == ()
+    assert "The last boundary carries 0.0950 of 5.0000 nat." in chart.reading
 
 
 def test_nothing_probed_is_said() -> None:
@@ -73,8 +69,7 @@ def test_nothing_probed_is_said() -> None:
 
 
 def test_equal_sides_have_no_step() -> None:
-    found = verdict((0.0, 0.0, 0.0))
-    found = dataclasses.replace(found, gap=dataclasses.replace(found.gap, mae=0.0))  # type: ignore[type-var]
+    found = verdict((0.0, 0.0, 0.0), gap=dataclasses.replace(GAP, mae=0.0))
     both = charts(carried_section(found))
     assert both["carried-gap"].reading.startswith("The carried gap does not grow")
     assert set(both) == {"carried-gap"}

@@ -3,8 +3,6 @@ import math
 
 import pytest
 
-pytest.importorskip("plotly")
-
 from layerbisect.bisect.verdict import LayerEvidence, OperatorError
 from layerbisect.report.blocks import Table
 from layerbisect.report.own_errors import MARKS, own_error_section
