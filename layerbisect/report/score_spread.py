@@ -24,6 +24,8 @@ _BELL = 3.2
 
 _PANEL = 110
 _MARGINS = 110
+_BETWEEN = 0.06
+"""Space between two panels, of the chart's height."""
 _ABOUT_ZERO = 0.125
 """Half of the width of the bin about zero, in decades: it is as wide as the others."""
 
@@ -109,10 +111,10 @@ def _panels(shown: Sequence[tuple[PairReport, Distribution]], tolerance: float) 
     made.update_layout(showlegend=False, bargap=0)
     most = max(max(one.counts) for _, one in shown)
     places = [(_place(a, least), _place(b, least)) for a, b in zip(edges, edges[1:], strict=False)]
-    share, gap = 1 / len(shown), 0.06 if len(shown) > 1 else 0.0
+    height = (1 - _BETWEEN * (len(shown) - 1)) / len(shown)
     for number, (pair, one) in enumerate(shown):
         panel = "" if number == 0 else str(number + 1)
-        top = 1 - number * share
+        top = 1 - number * (height + _BETWEEN)
         look = number % len(SERIES)
         bars = [n for n, tokens in enumerate(one.counts) if tokens]
         made.add_bar(
@@ -129,7 +131,7 @@ def _panels(shown: Sequence[tuple[PairReport, Distribution]], tolerance: float) 
             {
                 f"yaxis{panel}": {
                     "title": {"text": f"{label(pair.name)}<br>tokens"},
-                    "domain": [top - share + (gap if number + 1 < len(shown) else 0.0), top],
+                    "domain": [max(top - height, 0.0), top],
                     "type": "log",
                     # a single token is seen, too: a bar of 1 begins below it
                     "range": [math.log10(0.5), math.log10(most * 1.5)],
