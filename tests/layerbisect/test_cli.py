@@ -28,6 +28,7 @@ COMMANDS = [
     "show",
     "bisect",
     "replay",
+    "report",
     "training",
     "doctor",
 ]

@@ -1,0 +1,134 @@
+"""`layerbisect report`: what it takes, writes, prints and returns."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from layerbisect.bisect.scores.judge import judge
+from layerbisect.captures.record.call import Call, RecordInfo, Scoring
+from layerbisect.captures.record.file import ScoreRecord
+from layerbisect.cli import main
+
+
+def run(*arguments: str | Path, stdin: str | None = None) -> Result:
+    """Run it as a shell does: the boundary exits by itself."""
+    return CliRunner().invoke(main, ["report", *map(str, arguments)], input=stdin)
+
+
+def scores(offset: float) -> str:
+    """What `scores judge --json` prints of a record whose A is lower by ``offset`` nat."""
+    random = np.random.default_rng(1)
+    calls = []
+    for number in range(6):
+        b = -random.exponential(1.0, 40)
+        columns = {"A": b - offset, "B0": b, "C0": b + random.normal(0, 0.001, 40)}
+        calls.append(Call.of(f"call-{number}", [1, 2], range(40), columns))
+    record = ScoreRecord(RecordInfo(columns={c: Scoring() for c in ("A", "B0", "C0")}), calls)
+    return json.dumps(judge([record]).to_json())
+
+
+@pytest.fixture
+def agree(tmp_path: Path) -> Path:
+    path = tmp_path / "agree.json"
+    path.write_text(scores(0.0))
+    return path
+
+
+@pytest.fixture
+def divergent(tmp_path: Path) -> Path:
+    path = tmp_path / "divergent.json"
+    path.write_text(scores(0.1))
+    return path
+
+
+def test_page_and_junit_are_written_and_the_exit_code_is_the_results(
+    agree: Path, divergent: Path, tmp_path: Path
+) -> None:
+    page, junit = tmp_path / "report.html", tmp_path / "report.xml"
+    assert run(agree, "-o", page).exit_code == 0
+    done = run(agree, divergent, "-o", page, "--junit", junit, "--title", "a <case>")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr == f"wrote {page}\nwrote {junit}\n"
+    assert "<title>divergent: a &lt;case&gt;</title>" in page.read_text()
+    assert ElementTree.fromstring(junit.read_bytes()).get("failures") != "0"
+
+
+def test_a_page_is_the_same_twice(divergent: Path, tmp_path: Path) -> None:
+    for name in ("one.html", "two.html"):
+        run(divergent, "-o", tmp_path / name, "--title", "same")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_without_files_it_prints_what_each_command_prints(agree: Path, divergent: Path) -> None:
+    done = run(agree, divergent)
+    assert done.exit_code == 1
+    assert "== agree\nagree: " in done.stdout
+    assert "== divergent\ndivergent: logprob on the rollout side" in done.stdout
+    # a command is copied, and a headline looked for: neither is broken into lines
+    whole = ("agree: ", "divergent: ", "next: ")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(whole)]
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_result_is_read_from_stdin(tmp_path: Path) -> None:
+    done = run("-", "-o", tmp_path / "report.html", stdin=scores(0.1))
+    assert done.exit_code == 1
+    assert (tmp_path / "report.html").exists()
+
+
+def test_json_lists_results_and_what_was_written(divergent: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    data = json.loads(run(divergent, "-o", page, "--json").stdout)
+    assert data["written"] == [str(page)]
+    (result,) = data["results"]
+    assert (result["name"], result["status"]) == ("divergent", "divergent")
+    assert "0.100 nat" in result["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "holds [1] and no result"),
+        ('{"schema": 2}', "has schema 2 and this version reads 1"),
+        ('{"schema": 1, "checks": []}', "holds checks, schema, which is no result"),
+        ('{"schema": 1, "culprits": [], "coverage": {}}', "is damaged, or of another version"),
+    ],
+)
+def test_what_is_no_result_is_refused_and_nothing_is_written(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    path, page = tmp_path / "result.json", tmp_path / "report.html"
+    path.write_text(text)
+    done = run(path, "-o", page)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not page.exists()
+
+
+def test_a_capture_and_a_record_are_told_apart_from_results(tmp_path: Path) -> None:
+    (tmp_path / "capture.json").write_text("{}")
+    assert "compare two with `layerbisect bisect`" in run(tmp_path).stderr
+    record = tmp_path / "run.safetensors"
+    record.write_bytes(b"")
+    assert "layerbisect scores judge" in run(record).stderr
+
+
+def test_options_of_the_page_need_a_page(agree: Path) -> None:
+    assert "give --out, too" in run(agree, "--title", "x").stderr
+    assert "give --out, too" in run(agree, "--tokenizer", "x").stderr
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(agree: Path, tmp_path: Path) -> None:
+    done = run(agree, "-o", tmp_path / "nowhere" / "report.html")
+    assert done.exit_code == 2
+    assert "nowhere" in done.stderr
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    assert run(agree, "-o", taken).exit_code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agree.json", "taken"]
