@@ -1,5 +1,7 @@
 """Small engines in float32 that every form is planted into, loaded once a session."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def qwen3(small_qwen3_dir: Path, tmp_path_factory: Factory) -> Checked:
 def llama(small_llama_dir: Path, tmp_path_factory: Factory) -> Checked:
     """A Llama in eager attention."""
     return Checked.load(small_llama_dir, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: Factory) -> Iterator[Path]:
+    """A folder for captures that the tests of a module share; it goes when they are over."""
+    folder = tmp_path_factory.mktemp("shared")
+    yield folder
+    shutil.rmtree(folder)

@@ -34,9 +34,9 @@ def _check(name: str, engine: Checked, folder: Path, layer: int = 1) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def find(moe: Checked, tmp_path_factory: pytest.TempPathFactory) -> Find:
+def find(moe: Checked, shared: Path) -> Find:
     """Plant a fault into layer 1 and check its truth, once."""
-    return lru_cache(None)(lambda name: _check(name, moe, tmp_path_factory.mktemp("planted")))
+    return lru_cache(None)(lambda name: _check(name, moe, shared / name))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -22,10 +22,9 @@ from tests.conftest import SMALL
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    folder = tmp_path_factory.mktemp("scene")
-    model = make_tiny(folder / "model", **SMALL)
-    return Scene(model, "float32", folder / "scene", sequences=3, response=40)
+def scene(shared: Path) -> Scene:
+    model = make_tiny(shared / "model", **SMALL)
+    return Scene(model, "float32", shared / "scene", sequences=3, response=40)
 
 
 def fault(name: str) -> ModelFault:

@@ -22,14 +22,13 @@ CLEAN: dict[Side, Pass] = {"rollout": "prefill", "trainer": "trainer"}
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+def scene(shared: Path) -> Scene:
     """A small scene of short sequences in float32: what is no rounding is far beyond it."""
-    folder = tmp_path_factory.mktemp("scene")
     model = make_tiny(
-        folder / "model", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, experts=8,
+        shared / "model", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, experts=8,
         top_k=2, vocab=128,
     )  # fmt: skip
-    return Scene(model, "float32", folder, SEQUENCES, RESPONSE)
+    return Scene(model, "float32", shared, SEQUENCES, RESPONSE)
 
 
 def off(scene: Scene, control: Control, side: Side, folder: Path) -> float:

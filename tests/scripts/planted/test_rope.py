@@ -16,11 +16,9 @@ Find = Callable[[str], dict[Layout, Seen]]
 
 
 @pytest.fixture(scope="module")
-def find(moe: Checked, tmp_path_factory: pytest.TempPathFactory) -> Find:
+def find(moe: Checked, shared: Path) -> Find:
     """Plant a fault into layer 1 and check its truth, once."""
-    return lru_cache(None)(
-        lambda name: check_truth(moe, FAULTS[name], 1, tmp_path_factory.mktemp("planted"))
-    )
+    return lru_cache(None)(lambda name: check_truth(moe, FAULTS[name], 1, shared / name))
 
 
 @pytest.mark.parametrize("name", FAULTS)
