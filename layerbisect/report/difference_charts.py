@@ -115,7 +115,13 @@ def distribution_chart(
         ticktext=[f"{tick:+g}" if tick else "0" for tick in ticks],
         tickangle=0,
     )
-    made.update_yaxes(type="log", dtick=1, exponentformat="none", tickformat=",")
+    most = max((count for one in series.values() for count in one.counts), default=1)
+    made.update_yaxes(
+        type="log",
+        range=[math.log10(0.7), math.log10(1.5 * max(most, 1))],
+        tickvals=[step * 10**decade for decade in range(12) for step in (1, 3)],
+        tickformat=",",
+    )
     return Chart(id, title, reading, made, _distribution_table(title, series))
 
 

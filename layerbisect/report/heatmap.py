@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerbisect.bisect.token_report import Column, Heatmap
+from layerbisect.bisect.token_report import Heatmap
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.report.blocks import HeatmapBlock, Section
 from layerbisect.report.palette import SKY, figure, label
@@ -15,8 +16,8 @@ from layerbisect.wording import count
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_TICKS = 12
-_NAME = 14
+_TICKS = 10
+_NAME = 12
 _ZERO = 0.06
 """Part of the colour scale that stands for 0, below all others."""
 _LEAST = 0.05
@@ -43,8 +44,8 @@ def heatmap_section(verdict: Verdict) -> Section | None:
         "Each column is a token's row, each line a layer boundary. A click on a cell, Enter in the "
         "heatmap, or the form below it opens the token."
     )
-    reading = " ".join(_reading(one) for one in heatmaps)
-    block = HeatmapBlock("heatmap", "By layer and token", reading, heatmaps, tokens, verdict.labels)
+    title = "By layer and token"
+    block = HeatmapBlock("heatmap", title, _reading(heatmaps), heatmaps, tokens, verdict.labels)
     return Section("tokens", "Layer by token", lead, (block,))
 
 
@@ -137,7 +138,7 @@ def heatmap_figure(block: HeatmapBlock) -> Figure:
 def _axis(heatmap: Heatmap) -> str:
     width = max(column.stop - column.start for column in heatmap.columns)
     several = len({column.sequence for column in heatmap.columns}) > 1
-    said = "sequence, position of the token read" if several else "position of the token read"
+    said = "token read, sequence after sequence" if several else "position of the token read"
     return f"{said} (up to {width} a column)" if width > 1 else said
 
 
@@ -152,14 +153,17 @@ def _ticks(heatmap: Heatmap) -> dict[str, Any]:
         step = max(1, math.ceil(len(columns) / _TICKS))
         kept = list(range(0, len(columns), step))
         return {"tickvals": kept, "ticktext": [f"{columns[n].start:,}" for n in kept]}
-    kept = starts[:: math.ceil(len(starts) / _TICKS)]
-    return {"tickvals": kept, "ticktext": [_place(columns[number]) for number in kept]}
+    kept = []
+    for start in starts:
+        if not kept or start - kept[-1] >= len(columns) / _TICKS:
+            kept.append(start)
+    names = [_name(columns[number].sequence) for number in kept]
+    return {"tickvals": kept, "ticktext": names, "tickangle": 0}
 
 
-def _place(column: Column) -> str:
-    name = column.sequence
-    short = name if len(name) <= _NAME else f"...{name[-_NAME + 3 :]}"
-    return f"{label(short)}, {column.start:,}"
+def _name(sequence: str) -> str:
+    short = sequence if len(sequence) <= _NAME else f"...{sequence[-_NAME + 3 :]}"
+    return label(short)
 
 
 def _colours(zero: bool) -> list[tuple[float, str]]:
@@ -191,40 +195,45 @@ def _decades(heatmap: Heatmap) -> tuple[float, float]:
     return (low, high) if high > low else (high - 1, high)
 
 
-def _reading(heatmap: Heatmap) -> str:
-    values = heatmap.values
+def _reading(heatmaps: Sequence[Heatmap]) -> str:
+    said = [_largest_words(one) for one in heatmaps]
+    cells = [value for one in heatmaps for row in one.values for value in row]
+    if any(value == 0 for value in cells) and any(cells):
+        said.append("Light blue is 0: the sides are the same there.")
+    if None in cells:
+        said.append("What was not measured is left blank.")
+    if any(one.worst for one in heatmaps):
+        width = max(column.stop - column.start for one in heatmaps for column in one.columns)
+        said.append(f"A column stands for up to {count(width, 'row')} and shows their largest.")
+    left_out = max(one.left_out for one in heatmaps)
+    if left_out:
+        said.append(
+            f"{count(left_out, 'row')} of further sequences have no column; none of them is the "
+            "largest at any boundary."
+        )
+    return " ".join(said)
+
+
+def _largest_words(heatmap: Heatmap) -> str:
     said = f"{heatmap.measure.capitalize()}: {_WHAT[heatmap.measure]}."
     found = [
         (value, line, column)
-        for line, row in enumerate(values)
+        for line, row in enumerate(heatmap.values)
         for column, value in enumerate(row)
         if value is not None
     ]
-    if not found:
+    largest, line, at = max(found, default=(None, 0, 0))
+    if largest is None:
         return f"{said} Nothing was measured."
-    largest, line, at = max(found)
     if largest == 0:
         return f"{said} It is 0 everywhere that was measured."
     column = heatmap.columns[at]
     position = heatmap.worst[line][at] if heatmap.worst else column.start
     unit = "of its size" if heatmap.unit == "relative" else heatmap.unit
-    said += (
-        f" Its largest is {largest:.3g} {unit}, into layer {heatmap.boundaries[line]}, where "
+    return (
+        f"{said} Its largest is {largest:.3g} {unit}, into layer {heatmap.boundaries[line]}, where "
         f"position {position:,} of {column.sequence} was read."
     )
-    if any(value == 0 for value, *_ in found):
-        said += " Light blue is 0: the sides are the same there."
-    if len(found) < len(values) * len(heatmap.columns):
-        said += " What was not measured is left blank."
-    if heatmap.worst:
-        width = max(one.stop - one.start for one in heatmap.columns)
-        said += f" A column stands for up to {count(width, 'row')} and shows the largest of them."
-    if heatmap.left_out:
-        said += (
-            f" {count(heatmap.left_out, 'row')} of further sequences have no column; none of them "
-            "is the largest at any boundary."
-        )
-    return said
 
 
 def _short(value: float | None, digits: int) -> float | int | None:

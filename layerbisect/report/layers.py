@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _TITLE = "Where the gap grows"
 _MOST = 0.5
 """A step with at least this share of the gap makes most of it."""
+_LISTED = 5
+"""So many steps at most are named in a sentence."""
 _LEVELS = 4
 """Levels up to so many times the largest carried gap are drawn."""
 
@@ -91,6 +93,10 @@ def _steps(
     )
 
 
+def _after(last: tuple[int, float], whole: float) -> float:
+    return max(1 - (last[1] / whole) ** 2, 0.0)
+
+
 def _carried_chart(
     verdict: Verdict,
     probed: Sequence[tuple[int, float]],
@@ -126,7 +132,9 @@ def _carried_chart(
     convicted = sorted({c.layer for c in verdict.culprits if c.layer is not None})
     reading = [_largest_words(steps, convicted), *_convicted_words(steps, convicted)]
     if whole:
-        reading.append(f"The last boundary carries {nat(probed[-1][1])} of {nat(whole)} nat.")
+        rest = _after(probed[-1], whole)
+        said = f"; what follows it adds {percent(rest)} of the squared gap" if rest >= SHARE else ""
+        reading.append(f"The last boundary carries {nat(probed[-1][1])} of {nat(whole)} nat{said}.")
     if floor > 0:
         reading.append(f"Up to {nat(floor)} nat, the grey band, may be the tail's own rounding.")
     if len(probed) <= max(stop for stop, _ in probed):
@@ -202,8 +210,7 @@ def _share_chart(
     verdict: Verdict, steps: Sequence[Step], last: tuple[int, float], whole: float
 ) -> Chart:
     bars = [(step.name, step.first, step.last, step.share or 0.0) for step in steps]
-    head = max(1 - (last[1] / whole) ** 2, 0.0)
-    bars.append(("after the last probed boundary", last[0], last[0], head))
+    bars.append(("after the last probed boundary", last[0], last[0], _after(last, whole)))
     made = figure("layer", "share of the squared gap, %")
     made.update_layout(barmode="overlay", hovermode="closest")
     guilty = {c.layer: c.side for c in verdict.culprits if c.layer is not None}
@@ -229,19 +236,29 @@ def _share_chart(
             hovertemplate="%{customdata}: %{y:.2g} %<extra></extra>",
             showlegend=True,
         )
-    loud = [said for said, _, _, share in bars if share >= SHARE]
-    reading = (
-        f"At least {percent(SHARE)} each: {', '.join(loud)}."
-        if loud
-        else f"No step has as much as {percent(SHARE)} of the squared gap."
-    )
-    reading += (
-        " Independent errors add in squares, so shares of the squared gap add up; one below 0 took "
-        "away from what earlier layers had brought."
-    )
+    reading = _share_words([(said, share) for said, _, _, share in bars])
     rows = tuple(
         (Cell(said), Cell(percent(share), number=True, strong=share >= SHARE))
         for said, _, _, share in bars
     )
     table = Table("Share of the squared gap by layer", ("step", "share"), rows)
     return Chart("layer-shares", "What each layer adds", reading, made, table, 280)
+
+
+def _share_words(bars: Sequence[tuple[str, float]]) -> str:
+    loud = [bar for bar in bars if bar[1] >= SHARE]
+    first = max(bars, key=lambda bar: bar[1])
+    if not loud:
+        said = f"No step has as much as {percent(SHARE)} of the squared gap"
+    elif len(loud) <= _LISTED:
+        named = ", ".join(f"{name} ({percent(share)})" for name, share in loud)
+        said = f"At least {percent(SHARE)} of the squared gap each: {named}"
+    else:
+        said = (
+            f"{len(loud)} of {len(bars)} steps have at least {percent(SHARE)} of the squared gap; "
+            f"the largest is {first[0]}, with {percent(first[1])}"
+        )
+    said += ". Independent errors add in squares, and so do these shares."
+    if any(share <= -SHARE for _, share in bars):
+        said += " A step below 0 took away from what earlier layers had brought."
+    return said

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from layerbisect.bisect.verdict import OperatorError, Verdict
 from layerbisect.report.blocks import Cell, Chart, Section, Table
-from layerbisect.report.difference_charts import wide
 from layerbisect.report.palette import GREY, PURPLE, figure, label
 from layerbisect.report.sides import side_colour, side_marker
 from layerbisect.wording import count, times
@@ -99,9 +98,8 @@ def _chart(verdict: Verdict, errors: Sequence[OperatorError]) -> Chart:
         type="line", xref="paper", x0=0, x1=1, y0=1, y1=1, showlegend=True, layer="below",
         name="1x: what the low-precision reference loses", line={"color": GREY, "dash": "dash"},
     )  # fmt: skip
-    made.update_yaxes(type="log", tickformat="~g", ticksuffix="x")
-    if wide([max(error.own_error, _LEAST) for error in drawn]):
-        made.update_yaxes(dtick=1)
+    ticks = _ticks([max(error.own_error, _LEAST) for error in drawn])
+    made.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}x" for tick in ticks])
     if any(error.layer is None for error in errors):
         _name_ends(made, end, errors)
     reading = _reading(errors)
@@ -111,6 +109,13 @@ def _chart(verdict: Verdict, errors: Sequence[OperatorError]) -> Chart:
         reading += f" What is below {times(_LEAST)}, such as an exact result, is drawn there."
     title = "Own error of each operator"
     return Chart("own-error", title, reading, made, None, 380)
+
+
+def _ticks(sizes: Sequence[float]) -> list[float]:
+    low, high = (math.log10(size) for size in (min(sizes, default=1), max(sizes, default=1)))
+    steps = (1.0,) if high - low > 3 else (1.0, 2.0, 5.0)
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    return [step * 10.0**decade for decade in decades for step in steps]
 
 
 def _across(error: OperatorError, end: int) -> int:
@@ -123,9 +128,9 @@ def _name_ends(made: Figure, end: int, errors: Sequence[OperatorError]) -> None:
     step = max(1, math.ceil(end / 12))
     named = {tick: str(tick) for tick in range(0, end, step)}
     if any(_across(error, end) == -1 for error in errors):
-        named = {-1: "embed", **named}
-    if any(_across(error, end) == end for error in errors):
         # room for the word
+        named = {-1: "embed"} | {tick: name for tick, name in named.items() if 2 * tick >= step - 2}
+    if any(_across(error, end) == end for error in errors):
         named = {tick: name for tick, name in named.items() if tick < end - step / 2}
         named[end] = "head"
     made.update_xaxes(tickvals=list(named), ticktext=list(named.values()))

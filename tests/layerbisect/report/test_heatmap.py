@@ -91,7 +91,7 @@ def test_reading_names_the_largest_cell_and_what_is_not_there() -> None:
     assert f"Its largest is 0.4 nat, into layer 2, where position 2 of {NAME} was read." in reading
     assert "Light blue is 0" in reading
     assert "What was not measured is left blank." in reading
-    assert "A column stands for up to 2 rows" in reading
+    assert "A column stands for up to 2 rows and shows their largest." in reading
 
 
 def test_rows_without_a_column_are_counted() -> None:

@@ -57,7 +57,10 @@ def test_whole_gap_far_above_what_the_layers_carry_does_not_flatten_the_line() -
     far = dataclasses.replace(GAP, mae=5.0)
     chart = charts(carried_section(verdict(STEP, gap=far, budget=None)))["carried-gap"]
     assert chart.figure.layout.shapes == ()
-    assert "The last boundary carries 0.0950 of 5.0000 nat." in chart.reading
+    assert (
+        "The last boundary carries 0.0950 of 5.0000 nat; what follows it adds 100 %"
+        in chart.reading
+    )
 
 
 def test_nothing_probed_is_said() -> None:
