@@ -43,8 +43,9 @@ def percent(value: float | None) -> str:
 
 def count(number: int, noun: str) -> str:
     """Write a number of things: ``1 row``, ``2 rows``, ``640,000 rows``."""
-    plural = noun if number == 1 else noun + ("es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
-    return f"{number:,} {plural}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def size(number: int) -> str:

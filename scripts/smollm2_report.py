@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from layerbisect.bisect.scores.judge import judge
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.report.page import write_page
-from layerbisect.report.results import read_result
+from layerbisect.report.results import read_result, with_rounding
 from layerbisect.report.token_text import TokenText
 from scripts.smollm2_engines import write_json
 from scripts.smollm2_work import Work
@@ -49,6 +48,6 @@ def write_report(work: Work, path: Path) -> list[str]:
     scores = work.directory / "scores.json"
     write_json(scores, judge([score_record(work)]).to_json())
     files = [scores, work.directory / "verdict.json"]
-    results = [read_result(file) for file in files]
+    results = with_rounding([read_result(file) for file in files])
     write_page(results, path, title=TITLE, text=TokenText.open(work.model))
-    return [f"{file}: {json.loads(file.read_text())['status']}" for file in files]
+    return [f"{file}: {one.status}" for file, one in zip(files, results, strict=True)]

@@ -51,11 +51,11 @@ def report(
       layerbisect report scores.json bisect.json replay.json -o case.html --junit case.xml
       layerbisect demo --json | layerbisect report - -o demo.html
     """
-    from layerbisect.report.results import exit_code, read_result
+    from layerbisect.report.results import exit_code, read_result, with_rounding
 
     if title is not None and out is None:
         raise click.UsageError("--title is of the page; give --out, too")
-    read = [read_result(path) for path in results]
+    read = with_rounding([read_result(path) for path in results])
     written: list[Path] = []
     if out is not None:
         from layerbisect.report.page import write_page

@@ -58,14 +58,17 @@ def environment_section(verdict: Verdict) -> Section | None:
     if not sides:
         return None
     facts = list(dict.fromkeys(name for found in sides.values() for name in found))
-    apart = [name for name in facts if len({found.get(name) for found in sides.values()}) > 1]
-    same = [name for name in facts if name not in apart]
+    values = {name: [found[name] for found in sides.values() if name in found] for name in facts}
+    apart = [name for name in facts if len(set(values[name])) > 1]
+    same = [n for n in facts if n not in apart and len(values[n]) == len(sides)]
+    alone = [name for name in facts if name not in apart and name not in same]
     blocks: list[Table] = []
     if apart:
         blocks.append(_environments("What differs", apart, sides))
+    if alone:
+        blocks.append(_environments("What only some sides say", alone, sides))
     if same:
-        first = next(iter(sides.values()))
-        rows = tuple((Cell(name), Cell(first.get(name, ""))) for name in same)
+        rows = tuple((Cell(name), Cell(values[name][0])) for name in same)
         blocks.append(Table("What is the same", ("fact", "all sides"), rows))
     verb = "differs" if len(apart) == 1 else "differ"
     lead = (
@@ -77,7 +80,7 @@ def environment_section(verdict: Verdict) -> Section | None:
 
 def _environments(caption: str, names: list[str], sides: Mapping[str, Mapping[str, str]]) -> Table:
     rows = tuple(
-        (Cell(name, strong=True), *(Cell(found.get(name, "not known")) for found in sides.values()))
+        (Cell(name, strong=True), *(Cell(found.get(name, "-")) for found in sides.values()))
         for name in names
     )
     return Table(caption, ("fact", *sides), rows)

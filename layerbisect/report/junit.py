@@ -113,16 +113,14 @@ def _cases(result: Result) -> tuple[str, list[Case]]:
 
 def _of_verdict(result: VerdictResult) -> Iterator[Case]:
     verdict = result.verdict
-    yield Case("the gap is rounding", _OUTCOMES[verdict.status], sentence(result), _why(verdict))
+    yield Case("the gap is rounding", _OUTCOMES[result.status], sentence(result), _why(verdict))
     for culprit in verdict.culprits:
         alone = replace(result, verdict=replace(verdict, culprits=(culprit,)))
-        yield Case(
-            _accused(culprit), _blamed(verdict), sentence(alone), _evidence(verdict, culprit)
-        )
+        yield Case(_accused(culprit), _blamed(result), sentence(alone), _evidence(verdict, culprit))
     for out in verdict.ruled_out:
         yield Case(f"ruled out: {out.hypothesis}", "passed", out.evidence)
     if verdict.scores is not None:
-        yield from _pairs(verdict)
+        yield from _pairs(result)
 
 
 _OUTCOMES: dict[str, Outcome] = {
@@ -133,9 +131,9 @@ _OUTCOMES: dict[str, Outcome] = {
 }
 
 
-def _blamed(verdict: Verdict) -> Outcome:
+def _blamed(result: VerdictResult) -> Outcome:
     """What is found beside a verdict that accuses nobody is told, and fails nothing."""
-    return "failure" if verdict.status == "divergent" else "skipped"
+    return "failure" if result.status == "divergent" else "skipped"
 
 
 def _accused(culprit: Culprit) -> str:
@@ -168,8 +166,9 @@ def _next(verdict: Verdict) -> list[str]:
     return [f"next: {verdict.next}"] if verdict.next else []
 
 
-def _pairs(verdict: Verdict) -> Iterator[Case]:
+def _pairs(result: VerdictResult) -> Iterator[Case]:
     """Ask of each pair of columns whether it is within the tolerance."""
+    verdict = result.verdict
     assert verdict.scores is not None
     tolerance = verdict.scores.tolerance
     for pair in verdict.scores.pairs:
@@ -178,7 +177,7 @@ def _pairs(verdict: Verdict) -> Iterator[Case]:
             f"mean absolute difference {nat(pair.gap.mae)} nat, tolerance {nat(tolerance)}; mean "
             f"{nat(pair.gap.signed_mean)}, max {nat(pair.gap.max)}, over {pair.gap.rows:,} tokens"
         )
-        outcome = "passed" if within else _blamed(verdict)
+        outcome = "passed" if within else _blamed(result)
         yield Case(f"{pair.name} is within the tolerance", outcome, said)
 
 
@@ -197,7 +196,8 @@ def _of_replays(result: ReplayResult) -> Iterator[Case]:
         yield Case(name, outcomes[replay.status], finding(replay), body)
         for one in replay.results:
             yield _implementation(replay, one)
-    yield from (Case(f"replayed: {text}", "skipped", text) for text in result.left_out)
+    for point, why in result.left_out.items():
+        yield Case(f"{point} is replayed", "skipped", why)
 
 
 def _implementation(replay: Replay, one: Ran) -> Case:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from layerbisect.kernels.judging.own_error import EXCESS_RATIO
 from layerbisect.kernels.replay.deterministic import Pair
@@ -21,7 +21,9 @@ _EXACT = "0"
 
 
 def replay_section(
-    replays: Sequence[Replay], left_out: Sequence[str], pairs: Sequence[Pair] | None = None
+    replays: Sequence[Replay],
+    left_out: Mapping[str, str],
+    pairs: Sequence[Pair] | None = None,
 ) -> Section | None:
     """Each stretch's conclusion, chart and table, and the pairs of a deterministic mode.
 
@@ -39,7 +41,7 @@ def replay_section(
         rows = tuple((Cell(names, strong=True), Cell(s), Cell(why)) for names, s, why in told)
         blocks.append(Table("What did not run", ("implementation", "state", "why"), rows))
     if left_out:
-        blocks.append(Facts(tuple(("", text) for text in left_out), "Not replayed"))
+        blocks.append(Facts(tuple(left_out.items()), "Not replayed"))
     return Section("replay", "Operators replayed", _lead(replays), tuple(blocks))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,27 @@ _REPLAY_CODES = {"acquitted": 0, "convicted": 1, "inconclusive": 2}
 
 @dataclass(frozen=True, slots=True)
 class VerdictResult:
-    """A verdict, of scores or of captures; ``planted`` says what a demo had planted, if one did."""
+    """A verdict, of scores or of captures.
+
+    ``planted`` says what a demo had planted, if one did. ``rounding`` is the gap (nat) that
+    rounding alone makes, by a bisection of the same case, where that explains all gaps of scores
+    that convict nobody; None elsewhere.
+    """
 
     name: str
     verdict: Verdict
     planted: str | None = None
+    rounding: float | None = None
 
     @property
     def status(self) -> str:
-        """The verdict's."""
-        return self.verdict.status
+        """The verdict's; ``agree`` where rounding explains it."""
+        return self.verdict.status if self.rounding is None else "agree"
 
     @property
     def exit_code(self) -> int:
-        """The verdict's."""
-        return self.verdict.exit_code
+        """The verdict's; 0 where rounding explains it."""
+        return self.verdict.exit_code if self.rounding is None else 0
 
     @property
     def of_scores(self) -> bool:
@@ -46,11 +52,15 @@ class VerdictResult:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Operators replayed; ``pairs`` are the deterministic comparison, where it was asked for."""
+    """Operators replayed.
+
+    ``left_out`` maps a point to why it was not; ``pairs`` are the deterministic comparison, where
+    it was asked for.
+    """
 
     name: str
     replays: tuple[Replay, ...]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, str]
     pairs: tuple[Pair, ...] | None = None
 
     @property
@@ -110,6 +120,37 @@ def exit_code(results: Sequence[Result]) -> int:
     return next((code for code in (1, 2) if code in codes), 0)
 
 
+def with_rounding(results: Sequence[Result]) -> tuple[Result, ...]:
+    """Let a bisection explain gaps of scores that convict nobody.
+
+    Scores alone cannot tell rounding from a cause that has no shape. A bisection that agrees has
+    predicted what gap rounding makes between two engines of this model and dtype: pairs whose mean
+    gap is no larger are explained by it.
+    """
+    budgets = [
+        one.verdict.rounding_budget
+        for one in results
+        if isinstance(one, VerdictResult) and not one.of_scores and one.status == "agree"
+    ]
+    predicted = max((budget.predicted_gap for budget in budgets if budget is not None), default=0.0)
+    return tuple(
+        replace(one, rounding=predicted)
+        if isinstance(one, VerdictResult) and _within(one.verdict, predicted)
+        else one
+        for one in results
+    )
+
+
+def _within(verdict: Verdict, predicted: float) -> bool:
+    scores = verdict.scores
+    return (
+        scores is not None
+        and verdict.status == "divergent"
+        and not verdict.culprits
+        and all(pair.gap.mae <= predicted and not pair.gap.nonfinite for pair in scores.pairs)
+    )
+
+
 def read_result(path: str | Path) -> Result:
     """Read a result's file, or stdin where it is ``-``.
 
@@ -131,7 +172,7 @@ def read_result(path: str | Path) -> Result:
         )
     try:
         return _result(name, data, str(path))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayerBisectError(
             f"{path} is damaged, or of another version: {_short(error)}; run the command again"
         ) from None
@@ -170,7 +211,7 @@ def _result(name: str, data: Mapping[str, Any], path: str) -> Result:
         return ReplayResult(
             name,
             tuple(record_from_json(Replay, one) for one in data["replays"]),
-            tuple(data.get("left_out", ())),
+            {point: str(why) for point, why in data["left_out"].items()},
             None if pairs is None else tuple(record_from_json(Pair, one) for one in pairs),
         )
     if "accuracy" in data:

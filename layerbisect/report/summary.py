@@ -108,7 +108,10 @@ def sentence(result: Result) -> str:
     """Say a result in one sentence, without its status."""
     if isinstance(result, VerdictResult):
         said = (scores_headline if result.of_scores else headline)(result.verdict)
-        return said.partition(": ")[2]
+        said = said.partition(": ")[2]
+        if result.rounding is None:
+            return said
+        return f"within the {nat(result.rounding)} nat that rounding makes between engines: {said}"
     if isinstance(result, ReplayResult):
         if not result.replays:
             return "nothing was replayed"
@@ -211,7 +214,7 @@ def _sure(result: Result) -> tuple[str, ...]:
 
 def _unseen(result: Result) -> tuple[str, ...]:
     if isinstance(result, ReplayResult):
-        return result.left_out
+        return tuple(f"{point} was not replayed: {why}" for point, why in result.left_out.items())
     if not isinstance(result, VerdictResult):
         return ()
     coverage, missing = result.verdict.coverage, result.verdict.coverage.points.missing

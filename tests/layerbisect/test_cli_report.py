@@ -3,12 +3,21 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from layerbisect.bisect.scores.judge import judge
+from layerbisect.bisect.verdict import (
+    Coverage,
+    CoveredRows,
+    Gap,
+    Points,
+    RoundingBudget,
+    Verdict,
+)
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.cli import main
@@ -132,3 +141,63 @@ def test_a_page_that_cannot_be_written_leaves_nothing(agree: Path, tmp_path: Pat
     taken.mkdir()
     assert run(agree, "-o", taken).exit_code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agree.json", "taken"]
+
+
+def test_rounding_that_a_bisection_predicts_explains_scores_without_a_culprit(
+    tmp_path: Path,
+) -> None:
+    """Two engines whose scores differ by noise alone: only the captures can call it rounding."""
+    files = {"scores": noisy_scores(0.03), "bisect": agreeing(predicted=0.04)}
+    for name, data in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    scores, bisect = tmp_path / "scores.json", tmp_path / "bisect.json"
+    assert run(scores).exit_code == 1
+    done = run(scores, bisect, "--json", "--junit", tmp_path / "case.xml")
+    assert done.exit_code == 0
+    (first, _) = json.loads(done.stdout)["results"]
+    assert first["status"] == "agree"
+    assert first["sentence"].startswith("within the 0.0400 nat that rounding makes between engines")
+    assert ElementTree.parse(tmp_path / "case.xml").getroot().get("failures") == "0"
+    bisect.write_text(json.dumps(agreeing(predicted=0.02)))
+    assert run(scores, bisect).exit_code == 1
+
+
+def test_rounding_explains_no_shape_that_scores_convict(divergent: Path, tmp_path: Path) -> None:
+    bisect = tmp_path / "bisect.json"
+    bisect.write_text(json.dumps(agreeing(predicted=1.0)))
+    assert run(divergent, bisect).exit_code == 1
+
+
+def noisy_scores(size: float) -> dict[str, Any]:
+    """A verdict on scores that differ by noise of this standard deviation (nat)."""
+    random = np.random.default_rng(2)
+    calls = []
+    for number in range(8):
+        b = -random.exponential(2.0, 100) - 1
+        noise = random.normal(0, size, (2, 100))
+        calls.append(
+            Call.of(
+                f"call-{number}",
+                [1, 2],
+                range(100),
+                {"A": b + noise[0], "B0": b, "C0": b + noise[1]},
+            )
+        )
+    record = ScoreRecord(RecordInfo(columns={c: Scoring() for c in ("A", "B0", "C0")}), calls)
+    return judge([record]).to_json()
+
+
+def agreeing(predicted: float) -> dict[str, Any]:
+    """A bisection that agrees, in which rounding makes this gap (nat)."""
+    budget = RoundingBudget(predicted, {}, predicted, predicted, {}, 800)
+    verdict = Verdict(
+        status="agree",
+        gap=Gap(0.024, 0.0, 0.06, 0.08, 0.1, 800),
+        culprits=(),
+        ruled_out=(),
+        rounding_budget=budget,
+        coverage=Coverage(Points(10, ()), CoveredRows(800, 0)),
+        next="",
+        reasons=("the gap of 0.024 nat is rounding",),
+    )
+    return verdict.to_json()

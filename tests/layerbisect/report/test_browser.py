@@ -85,9 +85,7 @@ def page_of(result: Result, folder: Path, title: str | None = None) -> Path:
 
 def drawn(page: Page) -> int:
     """How many charts show a plot."""
-    return page.locator(".js-plotly-plot .main-svg").evaluate_all(
-        "all => new Set(all.map(one => one.closest('.js-plotly-plot'))).size"
-    )
+    return len(page.locator(".js-plotly-plot:has(.main-svg)").all())
 
 
 def charts(page: Page) -> int:

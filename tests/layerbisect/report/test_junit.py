@@ -140,7 +140,7 @@ def test_scores_ask_of_each_pair_whether_it_is_within_the_tolerance() -> None:
 
 
 def test_a_replay_asks_of_each_stretch_and_implementation() -> None:
-    result = ReplayResult("replay", (replay_of(),), ("layers.9.mlp.out: not captured",))
+    result = ReplayResult("replay", (replay_of(),), {"layers.9.mlp.out": "not captured"})
     (suite,) = suites(result)
     found = outcomes(suite)
     assert found["layers.9.attn.context (attention)"] == "failure"
@@ -148,7 +148,7 @@ def test_a_replay_asks_of_each_stretch_and_implementation() -> None:
     # what others do wrong is said, and is not what the engine is held to
     assert found["layers.9.attn.context: wrong"] == "skipped"
     assert found["layers.9.attn.context: bad"] == found["layers.9.attn.context: aiter"] == "skipped"
-    assert found["replayed: layers.9.mlp.out: not captured"] == "skipped"
+    assert found["layers.9.mlp.out is replayed"] == "skipped"
     assert "beyond rounding" in told(suite, "layers.9.attn.context: wrong").attrib["message"]
     why = told(suite, "layers.9.attn.context: aiter").attrib["message"]
     assert why == "unavailable: the package is not installed"
@@ -156,7 +156,7 @@ def test_a_replay_asks_of_each_stretch_and_implementation() -> None:
 
 def test_implementations_are_judged_where_the_engine_s_output_is_not_known() -> None:
     unknown = replay_of(engine=None, conclusion="implementations alone are judged: wrong errs")
-    (suite,) = suites(ReplayResult("replay", (unknown,), ()))
+    (suite,) = suites(ReplayResult("replay", (unknown,), {}))
     assert outcomes(suite)["layers.9.attn.context: wrong"] == "failure"
 
 
@@ -192,10 +192,10 @@ def every_result() -> list[Result]:
         *(VerdictResult(s, dataclasses.replace(AGREE, status=s)) for s in statuses),
         VerdictResult("weak", dataclasses.replace(ACCUSED, status="inconclusive")),
         *(VerdictResult(f"s {s}", scored(s, A_B0=0.5, B0_C0=0.001)) for s in statuses),
-        ReplayResult("guilty", (replay_of(), unknown), ()),
-        ReplayResult("innocent", (innocent,), ("a: b",)),
-        ReplayResult("unknown", (innocent, unknown), ()),
-        ReplayResult("nothing", (), ("a: b",)),
+        ReplayResult("guilty", (replay_of(), unknown), {}),
+        ReplayResult("innocent", (innocent,), {"a": "b"}),
+        ReplayResult("unknown", (innocent, unknown), {}),
+        ReplayResult("nothing", (), {"a": "b"}),
         AccuracyResult("accuracy", summary),
         SelfTestResult("passed", said_of((AGREE, None), (ACCUSED, DROPPED))),
         SelfTestResult("failed", said_of((ACCUSED, None), (ACCUSED, DROPPED))),

@@ -10,7 +10,7 @@ from tests.layerbisect.test_cli_replay import GUILTY, errors, ran, replay_of
 
 
 def section(*replays: Replay, **options: object) -> Section:
-    found = replay_section(replays, options.pop("left_out", ()), **options)  # type: ignore[arg-type]
+    found = replay_section(replays, options.pop("left_out", {}), **options)  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -62,14 +62,14 @@ def test_the_chart_shows_the_median_the_95th_percentile_and_the_worst_row() -> N
 
 
 def test_what_did_not_run_is_named_once_with_its_reason() -> None:
-    found = section(replay_of(), replay_of("layers.9.mid"), left_out=["layers.9.mlp.out: no"])
+    found = section(replay_of(), replay_of("layers.9.mid"), left_out={"layers.9.mlp.out": "no"})
     rows = texts(table(found, "What did not run"))
     assert rows[0] == {
         "implementation": "dead", "state": "crashed", "why": "its process was killed",
     }  # fmt: skip
     assert rows[1]["implementation"] == "aiter, te"
     facts = [row for b in found.blocks if isinstance(b, Facts) for row in b.rows]
-    assert ("", "layers.9.mlp.out: no") in facts
+    assert ("layers.9.mlp.out", "no") in facts
     assert ("convicted", "a bug in its attention, not rounding") in facts
     assert ("wrong", "rope by the low-precision reference") in facts
     assert "2 of 2 stretches err beyond rounding" in found.lead
@@ -84,9 +84,9 @@ def test_without_figures_there_is_a_conclusion_and_no_chart() -> None:
     assert isinstance(found.blocks[0], Facts)
     assert found.blocks[0].rows == (("inconclusive", "3 rows are too few to judge"),)
     assert found.lead.startswith("0 of 1 stretch errs beyond rounding; 1 could not be judged.")
-    nothing = section(left_out=["layers.0.mid: it was not captured"])
+    nothing = section(left_out={"layers.0.mid": "it was not captured"})
     assert nothing.lead == "Nothing could be replayed."
-    assert replay_section((), ()) is None
+    assert replay_section((), {}) is None
 
 
 def test_figures_that_are_not_finite_are_not_drawn_and_not_hidden() -> None:
