@@ -63,6 +63,11 @@ def next_step(
     if judgement.status == "divergent":
         return f"capture both sides again with points all, then {again}"
     rollout, trainer = (side.capture.directory for side in case.sides)
+    if judgement.other_model:
+        return (
+            f"`layerbisect bisect {rollout} {trainer} --model CHECKPOINT`, with the checkpoint "
+            "that both sides ran"
+        )
     return f"`layerbisect show {rollout}` and `layerbisect show {trainer}`"
 
 

@@ -18,11 +18,15 @@ STANDING_OUT = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A status, the sentences that say why, and the culprits."""
+    """A status, the sentences that say why, and the culprits.
+
+    ``other_model`` says that the model directory is not what both sides ran.
+    """
 
     status: Status
     reasons: tuple[str, ...]
     culprits: tuple[Culprit, ...] = ()
+    other_model: bool = False
 
 
 def weigh(evidence: Evidence) -> Judgement:
@@ -31,7 +35,7 @@ def weigh(evidence: Evidence) -> Judgement:
     misfit = _misfit(evidence)
     # what both sides share does not hide what one side does alone, unless it is everywhere
     if misfit and (not culprits or _shared_everywhere(evidence)):
-        return Judgement("inconclusive", (misfit,))
+        return Judgement("inconclusive", (misfit,), other_model=True)
     if gap.nonfinite:
         return Judgement(
             "inconclusive",

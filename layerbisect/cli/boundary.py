@@ -111,22 +111,26 @@ def fail(message: str, hint: str, json_of: str | None) -> NoReturn:
 
 
 def echo_json(value: Any) -> None:
-    """Write an object to stdout as strict JSON; lists of nothing but numbers take one line each."""
-    click.echo(_as_json(value, "\n"))
+    """Write an object to stdout as strict JSON."""
+    click.echo(json_text(value))
 
 
-def _as_json(value: Any, newline: str) -> str:
+def json_text(value: Any, newline: str = "\n") -> str:
+    """Write an object as strict JSON; lists of nothing but numbers take one line each.
+
+    ``newline`` begins a line, and holds the indentation that the object stands at.
+    """
     inner = f"{newline}  "
     if isinstance(value, Mapping) and value:
         # a key is what json makes of it, and text in any case
         keys = [key if isinstance(key, str) else json.dumps(key) for key in value]
         entries = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_as_json(one, inner)}"
+            f"{json.dumps(key, ensure_ascii=False)}: {json_text(one, inner)}"
             for key, one in zip(keys, value.values(), strict=True)
         ]
         return f"{{{inner}{f',{inner}'.join(entries)}{newline}}}"
     if isinstance(value, list | tuple) and not all(map(_is_number, value)):
-        return f"[{inner}{f',{inner}'.join(_as_json(one, inner) for one in value)}{newline}]"
+        return f"[{inner}{f',{inner}'.join(json_text(one, inner) for one in value)}{newline}]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 

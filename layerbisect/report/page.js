@@ -27,7 +27,8 @@
       return;
     }
     const at = button.dataset.opens.lastIndexOf(":");
-    layerbisectOpenToken(button.dataset.opens.slice(0, at), Number(button.dataset.opens.slice(at + 1)));
+    const [sequence, position] = [button.dataset.opens.slice(0, at), button.dataset.opens.slice(at + 1)];
+    layerbisectOpenToken(sequence, Number(position), button);
   });
 
   // what is folded away is printed, too

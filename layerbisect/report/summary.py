@@ -199,8 +199,11 @@ def _sure(result: Result) -> tuple[str, ...]:
         more = len(verdict.ruled_out) - 3
         others = f", and {more} more" if more > 0 else ""
         said.append(f"ruled out: {names}{others}")
+    if verdict.status == "agree" and verdict.own_errors:
+        judged = count(len(verdict.own_errors), "operator")
+        said.append(f"none of {judged} on both sides errs beyond rounding, on its own input")
     seen = smallest_words(verdict)
-    if seen and not verdict.culprits:
+    if seen and verdict.status == "agree":
         said.append(f"the smallest fault that would have been convicted: {seen}")
     points, rows = verdict.coverage.points, verdict.coverage.rows
     scores = verdict.scores
@@ -230,7 +233,7 @@ def _unseen(result: Result) -> tuple[str, ...]:
 
 def _step(text: str) -> Step:
     """Tell whole commands, which stand in backticks, from the words around them."""
-    parts = re.split(r"(`layerbisect (?:[^` ]+ ){2,}[^`]*`)(?:, )?", text)
+    parts = re.split(r"(`layerbisect (?!scores [^` ]+`)[^` ]+ [^`]+`)(?:, )?", text)
     return Step(
         tuple((part.strip("`") if at % 2 else part, bool(at % 2)) for at, part in enumerate(parts))
     )
