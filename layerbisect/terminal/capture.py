@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.progress import Progress
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.captures.store import Capture
 from layerbisect.captures.summary import CaptureSummary, PointSummary
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import line
 from layerbisect.wording import count, mode_words, size
 
 _SEQUENCES = 8
@@ -78,32 +79,26 @@ def _values(capture: Capture, point: PointSummary) -> PointValues:
 
 def render_points(points: Sequence[PointValues], console: Console) -> None:
     """Print one line a point."""
-    table = _table()
-    table.add_column("point", no_wrap=True)
-    table.add_column("seen")
-    for name in ("rows", "shape", "dtype", "smallest", "largest", "rms", "not finite"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("rows", "shape", "dtype", "smallest", "largest", "rms", "not\nfinite")
+    table = _table(("point", "seen"), figures)
     for one in points:
         p = one.point
         numbers = (one.smallest, one.largest, one.rms)
-        table.add_row(
+        table.add(
             p.name,
-            Text(p.how.replace("_", " ")),
+            p.how.replace("_", " "),
             f"{p.rows:,}",
-            Text("-" if p.shape is None else str(list(p.shape))),
+            "-" if p.shape is None else str(list(p.shape)),
             _dtype(p.dtype),
             *("-" if value is None else f"{value:.4g}" for value in numbers),
             f"{one.nonfinite:,}" if one.nonfinite else "",
         )
-    console.print(table)
+    table.print(console)
 
 
 def render_summary(summary: CaptureSummary, console: Console) -> None:
     """Print a page about a capture."""
     state = "finished" if summary.finished else "NOT WHOLE"
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")
     where = ", ".join(f"{name} {n}" for name, n in summary.parallel.items() if n > 1)
     moe = f", {len(summary.moe_layers)} of them with experts" if summary.moe_layers else ""
     phases = ", ".join(
@@ -127,30 +122,28 @@ def render_summary(summary: CaptureSummary, console: Console) -> None:
     ]
     title = f"{summary.label}: capture of {count(len(summary.sequences), 'sequence')}, {state}"
     console.print(Text(f"{title}, in {summary.directory}", style="bold"), soft_wrap=True)
-    for name, text in lines:
-        facts.add_row(name, Text(text))
-    console.print(facts)
+    facts = Table((Column("", "name"), Column("", "words")))
+    for fact in lines:
+        facts.add(*fact)
+    facts.print(console)
     for problem in summary.problems:
-        console.print(Text(f"problem: {problem}", style="yellow"))
+        line(console, f"problem: {problem}", 0, hang=2)
     _sequences(summary, console)
     _points(summary, console)
 
 
 def _sequences(summary: CaptureSummary, console: Console) -> None:
-    table = _table()
-    table.add_column("sequence", overflow="fold")
-    for name in ("tokens", "rows", "not joinable"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(("sequence",), ("tokens", "rows", "not joinable"))
     for one in summary.sequences[:_SEQUENCES]:
         name = f"{one.name} ({one.salt})" if one.salt else one.name
-        table.add_row(
-            Text(name),
+        table.add(
+            name,
             f"{one.length:,}",
             f"{one.rows:,}",
             f"{one.keyless:,}" if one.keyless else "",
         )
     console.print()
-    console.print(table)
+    table.print(console)
     rest = len(summary.sequences) - _SEQUENCES
     if rest > 0:
         console.print(f"and {rest:,} more")
@@ -158,12 +151,7 @@ def _sequences(summary: CaptureSummary, console: Console) -> None:
 
 def _points(summary: CaptureSummary, console: Console) -> None:
     """Print one line for each kind of point, with the layers that have it."""
-    table = _table()
-    table.add_column("point", no_wrap=True)
-    table.add_column("layers", overflow="fold")
-    table.add_column("seen", no_wrap=True)
-    for name in ("rows", "shape", "dtype", "size"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(("point", "layers", "seen"), ("rows", "shape", "dtype", "size"))
     groups: dict[tuple[Any, ...], list[PointSummary]] = {}
     for point in summary.points:
         suffix = _LAYER.sub("layers.*.", point.name)
@@ -171,20 +159,20 @@ def _points(summary: CaptureSummary, console: Console) -> None:
         groups.setdefault(key, []).append(point)
     for (suffix, how, _, rows, dtype, shape), points in groups.items():
         layers = [int(m[1]) for p in points if (m := _LAYER.match(p.name))]
-        table.add_row(
+        table.add(
             suffix,
             _ranges(layers),
             how.replace("_", " "),
             f"{rows:,}",
-            Text("-" if shape is None else str(list(shape))),
+            "-" if shape is None else str(list(shape)),
             _dtype(dtype),
             size(sum(p.bytes for p in points)),
         )
     console.print()
-    console.print(table)
+    table.print(console)
     reasons = Counter(p.reason for p in summary.points if p.how == "not_observable" and p.reason)
     for reason, number in reasons.items():
-        console.print(Text(f"{count(number, 'point')} not observable: {reason}"))
+        line(console, f"{count(number, 'point')} not observable: {reason}", 0, hang=2)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -202,5 +190,6 @@ def _dtype(name: str | None) -> str:
     return "-" if name is None else name.lower()
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _table(words: Sequence[str], figures: Sequence[str]) -> Table:
+    columns = [Column(head, "words") for head in words] + [Column(head) for head in figures]
+    return Table(columns, heads="bold")

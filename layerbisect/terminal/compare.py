@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from layerbisect.bisect.scores.side_by_side import Comparison, Row
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import headline_line, line
 from layerbisect.wording import count
 
 _MARKS = {True: "within", False: "OUT", None: "-"}
@@ -24,27 +25,23 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
         ),
         "within": f"within: all {judged} measures that can be judged are in the control's range",
     }[comparison.status]
-    console.print(Text(first, style="bold red" if out else "bold"))
+    headline_line(console, first, "bold red" if out else "bold")
     console.print()
     stepped = any(row.step is not None for row in comparison.rows)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    headers = ["step"] * stepped + ["gap", "measure"]
-    for header in (*headers, "before", "after", "control", "chance", ""):
-        table.add_column(justify="left" if header in ("gap", "measure") else "right")
-    table.add_row(
-        *(Text(h, style="dim") for h in (*headers, "before", "after", "control", "chance", ""))
-    )
+    of = [Column("step")] * stepped + [Column("gap", "name"), Column("measure", "words")]
+    figures = [Column(head) for head in ("before", "after", "control", "chance", "")]
+    table = Table((*of, *figures), keys=len(of), heads="dim")
     for row in comparison.rows:
         where = ["-" if row.step is None else str(row.step)] * stepped
         chance = "-" if row.chance is None else f"{row.chance:.4f}"
         style = "red" if row.within is False else ""
         values = (_value(row, v) for v in (row.before, row.after, row.control))
         cells = (*where, row.pair, row.measure, *values, chance, _MARKS[row.within])
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    console.print(table)
+        table.add(*cells, style=style)
+    table.print(console)
     console.print()
     for note in comparison.notes:
-        console.print(Text(f"note: {note}"))
+        line(console, f"note: {note}", 0, hang=2)
     console.print(
         Text(
             "nat; outliers are prompts with a token beyond the control's largest, which stands for "

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Result
 from layerbisect.replay_words import varies
+from layerbisect.terminal.table import Column, Table
 from layerbisect.terminal.text import line, title
 from layerbisect.wording import times
 
@@ -21,13 +20,11 @@ def render_pairs(pairs: Sequence[Pair], console: Console) -> None:
     if not pairs:
         line(console, "no implementation of these operators has such a switch", 2)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column("\npoint", overflow="fold")
-    table.add_column("\nswitch", overflow="fold")
-    heads = ("rows that change\nin a repeat", "\nin a batch", "\nin chunks", "error\np95")
+    heads = ["rows that change\nin a repeat", "in a batch", "in chunks", "error\np95"]
     timed = any(pair.time_ratio is not None for pair in pairs)
-    for head in (*heads, *(("time\non / off",) if timed else ())):
-        table.add_column(head, justify="right", no_wrap=True)
+    of = [Column("point", "words"), Column("switch", "words")]
+    heads += ["time\non / off"] * timed
+    table = Table([*of, *(Column(head) for head in heads)], keys=2)
     for pair in pairs:
         cells = [
             _both(pair, lambda one: varies(one.repeats)),
@@ -37,8 +34,8 @@ def render_pairs(pairs: Sequence[Pair], console: Console) -> None:
         ]
         if timed:
             cells.append(times(pair.time_ratio))
-        table.add_row(_short(pair), pair.family, *cells)
-    console.print(Padding(table, (0, 0, 0, 2)))
+        table.add(_short(pair), pair.family, *cells)
+    table.print(console, 2)
     line(
         console,
         "same: no bit of any row changes; error as a multiple of what the low-precision reference "

@@ -11,7 +11,7 @@ from rich.text import Text
 from layerbisect.doctor.check import ORDER, Check, State
 from layerbisect.doctor.command import Judged
 from layerbisect.doctor.health import Health
-from layerbisect.terminal.text import next_line, title
+from layerbisect.terminal.text import next_command, title
 from layerbisect.wording import count
 
 STYLES: dict[State, str] = {"ok": "green", "note": "cyan", "missing": "dim", "problem": "yellow"}
@@ -39,7 +39,7 @@ def render_judged(judged: Judged, console: Console, what: str) -> None:
     title(console, f"{what} ({judged.engine}): {counts or 'nothing that breaks a capture'}")
     for check in judged.checks:
         _block(console, check)
-    next_line(console, judged.next)
+    next_command(console, judged.next)
 
 
 def render_footer(checks: Iterable[Check], console: Console) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-from rich.text import Text
-
 from layerbisect.bisect.verdict import LayerEvidence, Verdict, squared_above
-from layerbisect.wording import bar, nat, percent, times
+from layerbisect.terminal.table import Bar, Column, Table
+from layerbisect.wording import nat, percent, times
 
 SHORT = 24
 """A model of at most so many layers is shown whole."""
@@ -30,14 +28,16 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     and the share that arises there.
     """
     layers = verdict.layers
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
-    table.add_column("")
-    table.add_column("layer", justify="right", no_wrap=True)
-    table.add_column("gap carried in, nat", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    for label in verdict.labels:
-        table.add_column(f"own error\n{_short(label)}", justify="right", no_wrap=True)
-    table.add_column("worst point", no_wrap=True, overflow="ellipsis")
+    own_errors = [Column(f"own error\n{_short(label)}") for label in verdict.labels]
+    columns = [
+        Column("", "name"),
+        Column("layer"),
+        Column("gap carried in, nat", "bar"),
+        Column("share"),
+        *own_errors,
+        Column("worst point", "words"),
+    ]
+    table = Table(columns, keys=2)
     carried = [v for e in layers for v in (e.carried_in, e.carried_out) if v is not None]
     largest = max(carried, default=0.0)
     last_carried = layers[-1].carried_out
@@ -45,28 +45,27 @@ def layers_table(verdict: Verdict, mark: str, verbose: bool) -> Table:
     floor = verdict.probe.floor if verdict.probe is not None else 0.0
     guilty = {c.layer for c in verdict.culprits}
 
-    def gap(value: float | None) -> Text:
-        drawn = bar(value, largest, BAR, mark)
-        return Text.assemble(f"{nat(value):<8}", (drawn, "cyan"))
+    def gap(value: float | None) -> Bar:
+        return Bar(f"{nat(value):<8}", value, largest, mark, BAR)
 
     for run in _runs(layers, guilty, whole, floor, verbose):
         first, last = run[0], run[-1]
         convicted = first.layer in guilty and len(run) == 1
         number = str(first.layer) if len(run) == 1 else f"{first.layer}-{last.layer}"
         own = [_largest(run, label) for label in verdict.labels]
-        table.add_row(
+        table.add(
             ">" if convicted else "",
             number,
             gap(first.carried_in),
             percent(_share(first, last, whole, floor)),
             *(times(value) for value in own),
             _worst(run, verdict.labels),
-            style="bold" if convicted else None,
+            style="bold" if convicted else "",
         )
     beyond = None
     if whole and last_carried is not None:
         beyond = max(1 - (last_carried / whole) ** 2, 0.0)
-    table.add_row("", "head", gap(last_carried), percent(beyond), "", "", "")
+    table.add("", "head", gap(last_carried), percent(beyond), "", "", "")
     return table
 
 
@@ -137,20 +136,19 @@ def _worst(run: Sequence[LayerEvidence], labels: Sequence[str]) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= _NAME else label[: _NAME - 3] + "..."
+    # names that begin alike end in what tells them apart
+    return label if len(label) <= _NAME else f"{label[:4]}...{label[7 - _NAME :]}"
 
 
 def differences_table(verdict: Verdict) -> Table:
     """One line a point: relative difference by row, and the row that is worst."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
-    table.add_column("point", no_wrap=True, overflow="ellipsis")
     bad = any(one.nonfinite for one in verdict.differences)
-    names = ("rows", "equal", "median", "p95", "max", "worst position", "its token")
-    for name in (*names, "not finite") if bad else names:
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("rows", "equal", "median", "p95", "max", "worst\nposition", "its\ntoken")
+    figures = [Column(name) for name in ((*names, "not\nfinite") if bad else names)]
+    table = Table([Column("point", "words"), *figures])
     for one in verdict.differences:
         position, token, error = one.worst_rows[0] if one.worst_rows else (0, 0, 0.0)
-        table.add_row(
+        table.add(
             one.point,
             f"{one.rows:,}",
             percent(one.bitwise_equal),

@@ -6,15 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Errors, Replay, Result, Variation
 from layerbisect.replay_words import columns, figures, headline
 from layerbisect.terminal.deterministic import render_pairs
-from layerbisect.terminal.text import line, title
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import headline_line, line, title
 from layerbisect.wording import count, percent, times
 
 STYLES = {"convicted": "bold red", "acquitted": "bold green", "inconclusive": "bold yellow"}
@@ -57,10 +55,8 @@ class _Page:
         self.verbose = verbose
 
     def print(self) -> None:
-        one_line = not self.console.is_terminal
         for replay in self.replays:
-            text = Text(headline(replay), style=STYLES[replay.status])
-            self.console.print(text, soft_wrap=one_line)
+            headline_line(self.console, headline(replay), STYLES[replay.status])
             if self.pairs is not None and not self.verbose:
                 self._conclusion(replay)
         if self.pairs is not None:
@@ -91,7 +87,7 @@ class _Page:
         returned = shown(replay)
         if returned:
             self.console.print()
-            self.console.print(Padding(_table(returned), (0, 0, 0, 2)))
+            _table(returned).print(self.console, 2)
         for result in returned:
             self._notes(result)
 
@@ -222,15 +218,16 @@ def _details(errors: Errors) -> list[str]:
     return lines
 
 
+def _two(head: str) -> str:
+    return head.replace(" ", "\n")
+
+
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    table.add_column("\nimplementation", overflow="fold")
     heads, cells = columns(results)
-    for head in heads:
-        broken = head.replace(" ", "\n") if " " in head else f"\n{head}"
-        table.add_column(broken, justify="right", max_width=14, overflow="fold")
+    kinds = [Column(_two(head), "words" if head == "systematic" else "figure") for head in heads]
+    table = Table([Column("implementation", "words"), *kinds])
     for one in results:
         guilty = one.state != "ran" or (one.errors is not None and one.errors.convicted)
         name = f"{'>' if guilty else ' '} {one.name}"
-        table.add_row(name, *(cell(one) for cell in cells), style="bold" if guilty else None)
+        table.add(name, *(cell(one) for cell in cells), style="bold" if guilty else "")
     return table

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 
 from layerbisect.bisect.routing_report import (
     CAUSES,
@@ -19,6 +17,7 @@ from layerbisect.bisect.routing_report import (
     Routing,
 )
 from layerbisect.terminal.layers import RUN, SHORT
+from layerbisect.terminal.table import Column, Table
 from layerbisect.terminal.text import line, title
 from layerbisect.wording import count, nat, percent
 
@@ -72,7 +71,7 @@ def render_routing(
     if routing.layers:
         title(console, routing_sentence(routing))
     if routing.flips:
-        console.print(Padding(_table(routing, verbose), (0, 0, 0, 2)))
+        _table(routing, verbose).print(console, 2)
         causes: tuple[Cause, ...] = ("unexplained", "inherited") if verbose else ("unexplained",)
         for sentence in islice(flip_sentences(routing, causes), EXAMPLES):
             line(console, sentence, 2, hang=2)
@@ -102,14 +101,12 @@ def share_words(flips: int, rows: int) -> str:
 
 
 def _table(routing: Routing, verbose: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
     weights = any(one.weights_mean is not None for one in routing.layers)
     order = any(one.order is not None for one in routing.layers)
     causes = [c for c in CAUSES if c != "not known" or routing.causes[c]]
     names = ["layer", "flips", "overlap", "first", *(_HEADERS.get(c, c) for c in causes)]
     names += ["weights\ndiffer"] * weights + ["order\ndiffers"] * order
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table([Column(name) for name in names])
     for run in _runs(routing.layers, verbose):
         number = str(run[0].layer) if len(run) == 1 else f"{run[0].layer}-{run[-1].layer}"
         flips, rows = sum(one.flips for one in run), sum(one.rows for one in run)
@@ -122,7 +119,7 @@ def _table(routing: Routing, verbose: bool) -> Table:
         ]
         cells += [_mean([one.weights_mean for one in run])] * weights
         cells += [percent(_average([one.order for one in run]))] * order
-        table.add_row(*cells)
+        table.add(*cells)
     return table
 
 

@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from layerbisect.bisect.scores.explain import chance
 from layerbisect.bisect.scores.report import Effect, Finding, PairReport, ScoreReport, TokenGap
@@ -23,7 +20,8 @@ from layerbisect.score_words import (
     repeat_pairs,
     sample_words,
 )
-from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import STYLES, headline_line, line, next_line, title
 from layerbisect.terminal.verdict import side_words
 from layerbisect.wording import count, listed, percent, times
 
@@ -57,8 +55,7 @@ class _Page:
     def print(self) -> None:
         verdict = self.verdict
         first = headline(verdict)
-        one_line = not self.console.is_terminal
-        self.console.print(Text(first, style=STYLES[verdict.status]), soft_wrap=one_line)
+        headline_line(self.console, first, STYLES[verdict.status])
         for reason in verdict.reasons:
             if reason not in first:
                 self._line(reason)
@@ -84,26 +81,23 @@ class _Page:
     def _line(self, text: str, indent: int = 2) -> None:
         line(self.console, text, indent, 2)
 
-    def _table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for number in range(len(headers)):
-            table.add_column(justify="right" if number else "left", no_wrap=True)
-        table.add_row(*(Text(header, style="dim") for header in headers))
+    def _table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 1) -> None:
+        first, *figures = headers
+        columns = [Column(first, "words"), *(Column(header) for header in figures)]
+        table = Table(columns, keys=keys, heads="dim")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        self.console.print(Padding(table, (0, 0, 0, 2)))
+            table.add(*row)
+        table.print(self.console, 2)
 
     def _gaps(self, scores: ScoreReport) -> None:
         self._title(f"gaps in nat, over {amount(scores)}")
-        # eight columns of six decimals take 96
-        digits = 6 if self.console.width >= 96 else 4
         rows = [
             (
                 p.name,
-                ("+" if p.gap.signed_mean >= 0 else "") + exact(p.gap.signed_mean, digits),
-                *(exact(v, digits) for v in (p.gap.mae, p.gap.p95, p.gap.p99, p.gap.max)),
-                exact(p.first_token.mae, digits) if p.first_token else "-",
-                exact(p.later.mae, digits) if p.later else "-",
+                ("+" if p.gap.signed_mean >= 0 else "") + exact(p.gap.signed_mean),
+                *map(exact, (p.gap.mae, p.gap.p95, p.gap.p99, p.gap.max)),
+                exact(p.first_token.mae) if p.first_token else "-",
+                exact(p.later.mae) if p.later else "-",
             )
             for p in scores.pairs
         ]
@@ -190,7 +184,7 @@ class _Page:
             + (f"{t.difference:+.6f}",)
             for t in tokens
         ]
-        self._table((name or "call", "position", "token", first, second, "difference"), rows)
+        self._table((name or "call", "position", "token", first, second, "difference"), rows, 3)
 
     def _positions(self, pairs: Sequence[PairReport]) -> None:
         self._title("MAE by response position")

@@ -10,10 +10,12 @@ from rich.text import Text
 from layerbisect.bisect.verdict import Verdict
 from layerbisect.demo import Planted
 from layerbisect.selftest import SelfTest, Setting, Tried
-from layerbisect.terminal.text import line
+from layerbisect.terminal.text import line, next_command, next_line
 from layerbisect.wording import count
 
 _PLANTED, _VERDICT = 48, 31
+_WHOLE = 98
+"""Columns of a row in one line; in fewer it is in two."""
 
 
 def place(layer: int | None, operator: str | None, side: str) -> str:
@@ -68,8 +70,14 @@ class SelfTestPage:
     def _row(
         self, number: str, planted: str, said: str, right: str, seconds: str, *, style: str
     ) -> None:
-        cells = f"{number:>2}  {planted:<{_PLANTED}} {said:<{_VERDICT}} {right:<5} {seconds:>7}"
-        self.console.print(Text(cells, style=style), soft_wrap=True)
+        # rows come one by one, so that no width can be learnt from those to come
+        second = f"{said:<{_VERDICT}} {right:<5} {seconds:>7}"
+        whole = f"{number:>2}  {planted:<{_PLANTED}} {second}"
+        rows = [whole]
+        if max(len(whole), _WHOLE) > self.console.width:
+            rows = [f"{number:>2}  {planted}".rstrip(), f"    {second}"]
+        for row in rows:
+            self.console.print(Text(row, style=style), soft_wrap=True)
 
     def _wrong(self, tried: Tried) -> None:
         for mistake in tried.outcome.mistakes():
@@ -96,11 +104,10 @@ class SelfTestPage:
                 0,
             )
         if keep is None:
-            self.console.print("next: `layerbisect selftest --keep DIR` keeps the captures")
+            next_line(self.console, "`layerbisect selftest --keep DIR` keeps the captures")
             return
         policy = keep / "model" if model is None else model
-        command = f"layerbisect bisect {wrong.captures} --model {policy}"
-        self.console.print(Text(f"next: {command}"), soft_wrap=True)
+        next_command(self.console, f"layerbisect bisect {wrong.captures} --model {policy}")
 
 
 def _planted(planted: Planted | None) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from layerbisect.bisect.verdict import SmallestFault, Verdict
+from layerbisect.terminal.table import Column, Table
 from layerbisect.wording import count
 
 STRETCH = "several in one"
@@ -39,16 +38,20 @@ def smallest_words(verdict: Verdict) -> str:
 
 def sensitivity_table(verdict: Verdict) -> Table:
     """One line an operator and side, and the place where the least would have been seen."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_edge=False)
-    table.add_column("operator", no_wrap=True)
-    table.add_column("side", no_wrap=True, overflow="ellipsis")
-    table.add_column("smallest", justify="right", no_wrap=True)
-    table.add_column("of", no_wrap=True)
-    table.add_column("judged in", no_wrap=True)
-    table.add_column("least seen at", no_wrap=True, overflow="ellipsis")
+    table = Table(
+        (
+            Column("operator", "name"),
+            Column("side", "words"),
+            Column("smallest"),
+            Column("of", "name"),
+            Column("judged in", "name"),
+            Column("least seen at", "words"),
+        ),
+        keys=2,
+    )
     for one in verdict.sensitivity:
         judged = count(one.layers, "layer") if one.layers else ""
-        table.add_row(_name(one), one.side, gain_words(one.gain), one.of, judged, one.point)
+        table.add(_name(one), one.side, gain_words(one.gain), one.of, judged, one.point)
     return table
 
 

@@ -1,7 +1,11 @@
-"""Text as every page prints it: titles, and lines that wrap under their own beginning."""
+"""Text as every page prints it: headlines, titles, lines that wrap, and commands that do not."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -14,6 +18,13 @@ STYLES: dict[Status, str] = {
     "unstable": "bold yellow",
     "inconclusive": "bold yellow",
 }
+_COMMAND = re.compile(r"`(layerbisect (?!scores [^` ]+`)[^` ]+ [^`]+)`(?:, )?")
+"""A command that says on what; one alone in backticks is only named."""
+
+
+def headline_line(console: Console, text: str, style: str) -> None:
+    """Print the first line; in a file it is one line, where it is looked for by its beginning."""
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
 def title(console: Console, text: str) -> None:
@@ -32,7 +43,33 @@ def line(console: Console, text: str, indent: int, hang: int = 0) -> None:
 
 
 def next_line(console: Console, text: str) -> None:
-    """Print what to run next; a command is copied, so it is never broken into lines."""
-    if text:
+    """Print what to do next: words wrapped, and each command in backticks whole on its own line.
+
+    What fits in one line is left in it.
+    """
+    if not text:
+        return
+    text = f"next: {text}"
+    console.print()
+    if cell_len(text) <= console.width:
+        console.print(Text(text))
+        return
+    for number, (part, command) in enumerate(_parts(text)):
+        if command:
+            console.print(Text(f"    {part}"), soft_wrap=True)
+        else:
+            line(console, part, 2 if number else 0, 0 if number else 2)
+
+
+def next_command(console: Console, command: str) -> None:
+    """Print a command to run next; it is copied, so it is never broken into lines."""
+    if command:
         console.print()
-        console.print(Text(f"next: {text}"), soft_wrap=True)
+        console.print(Text(f"next: {command}"), soft_wrap=True)
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """Tell commands (True) from the words around them."""
+    for at, part in enumerate(_COMMAND.split(text)):
+        if part.strip():
+            yield part.strip(), bool(at % 2)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from layerbisect.bisect.training_report import Apart, Cause, RouteOrigin, TrainingVerdict
-from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import STYLES, headline_line, line, next_line, title
 from layerbisect.wording import count, listed, mode_words, nat
 
 _SHOWN = 10
@@ -40,7 +39,7 @@ def headline(verdict: TrainingVerdict) -> str:
 def render_training(verdict: TrainingVerdict, console: Console, *, verbose: bool = False) -> None:
     """Print ``verdict``; ``verbose`` shows every point and every layer."""
     said = headline(verdict)
-    console.print(Text(said, style=STYLES[verdict.status]))
+    headline_line(console, said, STYLES[verdict.status])
     for reason in verdict.reasons:
         if reason not in said:
             line(console, reason, 2)
@@ -73,15 +72,15 @@ def _points(
     # those that are explained are never left out
     shown = [p for at, p in enumerate(points) if at < limit or p.point in of_cause]
     for point in shown:
-        table.add_row(
-            Text(point.point),
+        table.add(
+            point.point,
             f"{point.rows:,}",
             f"{point.differing:,}",
             _size(point.size),
             # what is inherited is not of one operator's size
             _size(point.allowed) if point.point in of_cause and point.size is not None else "",
         )
-    console.print(table)
+    table.print(console, 2)
     if len(points) > len(shown):
         line(console, f"and {count(len(points) - len(shown), 'more point')}", 2)
     for cause in causes[:limit]:
@@ -93,8 +92,8 @@ def _routing(origins: list[RouteOrigin], limit: int, console: Console) -> None:
     table = _table("layer", "rows", "other", "inherited", "other logits", "other choice", "unknown")
     for one in origins[:limit]:
         numbers = (one.rows, one.flips, one.inherited, one.logits, one.choice, one.unknown)
-        table.add_row(f"  {one.layer}", *(f"{number:,}" for number in numbers))
-    console.print(table)
+        table.add(str(one.layer), *(f"{number:,}" for number in numbers))
+    table.print(console, 2)
     if origins[limit:]:
         line(console, f"and {count(len(origins) - limit, 'more layer')}", 2)
 
@@ -138,11 +137,7 @@ def _coverage(verdict: TrainingVerdict, console: Console) -> None:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=True, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(f"  {first}", no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    return Table([Column(first, "words"), *(Column(name) for name in others)], heads="bold")
 
 
 def _size(size: float | None) -> str:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from layerbisect.bisect.verdict import OTHER_WEIGHTS, Culprit, RoundingBudget, Verdict
 from layerbisect.terminal.layers import differences_table, layers_table
 from layerbisect.terminal.routing import render_routing
 from layerbisect.terminal.sensitivity import sensitivity_table, smallest_words
-from layerbisect.terminal.text import STYLES, line, next_line, title
-from layerbisect.wording import bar, count, listed, nat, percent, times
+from layerbisect.terminal.table import Bar, Column, Table
+from layerbisect.terminal.text import STYLES, headline_line, line, next_line, title
+from layerbisect.wording import count, listed, nat, percent, times
 
 _LABEL = 9
 BAR = 20
@@ -112,9 +110,7 @@ class _Page:
     def print(self) -> None:
         verdict = self.verdict
         first = headline(verdict)
-        # one line in a file, where it is looked for by its beginning
-        one_line = not self.console.is_terminal
-        self.console.print(Text(first, style=STYLES[verdict.status]), soft_wrap=one_line)
+        headline_line(self.console, first, STYLES[verdict.status])
         # the first reason of a conviction or of an agreement is what the sentence says
         said = verdict.status == "agree" or bool(verdict.culprits)
         for reason in verdict.reasons[int(said) :]:
@@ -124,7 +120,7 @@ class _Page:
         self._culprits()
         if verdict.layers:
             self._title("layers")
-            self.console.print(layers_table(verdict, self.mark, self.verbose))
+            layers_table(verdict, self.mark, self.verbose).print(self.console)
         if verdict.routing is not None:
             render_routing(verdict.routing, verdict.labels, self.console, verbose=self.verbose)
         if verdict.rounding_budget is not None:
@@ -135,7 +131,7 @@ class _Page:
                 self._line(f"{out.hypothesis}: {out.evidence}", 2, hang=2)
         if self.verbose and verdict.differences:
             self._title("points, first side against second")
-            self.console.print(differences_table(verdict))
+            differences_table(verdict).print(self.console)
         self._coverage()
         next_line(self.console, verdict.next)
 
@@ -188,17 +184,13 @@ class _Page:
 
     def _budget(self, budget: RoundingBudget) -> None:
         self._title(f"rounding budget, nat from full precision over {count(budget.rows, 'token')}")
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(min_width=_LABEL)
-        table.add_column(justify="right")
-        table.add_column()
+        table = Table((Column("", "name"), Column(""), Column("", "bar")))
         shares = sorted(budget.shares.items(), key=lambda item: -item[1])
         largest = shares[0][1] if shares else 0.0
         for kind, share in shares:
             if share > 0:
-                drawn = bar(share, largest, BAR, self.mark)
-                table.add_row(kind, nat(share), Text(drawn, style="cyan"))
-        self.console.print(Padding(table, (0, 0, 0, 2)))
+                table.add(f"{kind:<{_LABEL}}", nat(share), Bar("", share, largest, self.mark, BAR))
+        table.print(self.console, 2)
         apart = ""
         if budget.whole > 0:
             apart = f" ({percent(abs(budget.quadrature / budget.whole - 1))} apart)"
@@ -236,4 +228,4 @@ class _Page:
             self._line(f"note: {note}", 2, hang=2)
         if seen and self.verbose:
             self._title("smallest fault that would have been convicted")
-            self.console.print(sensitivity_table(verdict))
+            sensitivity_table(verdict).print(self.console)

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from layerbisect.bisect.weight_diff.report import KINDS, Group, Kind, WeightReport, described
-from layerbisect.terminal.text import STYLES, line, next_line, title
+from layerbisect.terminal.table import Column, Table
+from layerbisect.terminal.text import STYLES, headline_line, line, next_command, title
 from layerbisect.terminal.verdict import side_words
 from layerbisect.wording import count, size
 
@@ -42,9 +41,7 @@ def headline(report: WeightReport) -> str:
 
 def render_weights(report: WeightReport, console: Console, *, verbose: bool = False) -> None:
     """Print ``report``; ``verbose`` names every tensor that differs, and all evidence."""
-    console.print(
-        Text(headline(report), style=STYLES[report.status]), soft_wrap=not console.is_terminal
-    )
+    headline_line(console, headline(report), STYLES[report.status])
     for reason in report.reasons[0 if report.groups else 1 :]:
         line(console, reason, 2)
     versions = [f"{label} {version}" for label, version in report.versions.items() if version]
@@ -52,39 +49,36 @@ def render_weights(report: WeightReport, console: Console, *, verbose: bool = Fa
         line(console, f"weight versions: {', '.join(versions)}", 2)
     if report.groups:
         console.print()
-        console.print(_faults(report.groups, verbose))
+        _faults(report.groups, verbose).print(console)
     if verbose and report.findings:
         console.print()
-        _tensors(report, console)
+        _tensors(report).print(console)
     if report.ruled_out:
         title(console, "ruled out")
         for out in report.ruled_out:
             line(console, f"{out.hypothesis}: {out.evidence}", 2)
     _coverage(report, console)
-    next_line(console, report.next)
+    next_command(console, report.next)
 
 
 def _faults(groups: Sequence[Group], verbose: bool) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_row(*(Text(t, style="bold") for t in ("tensors", "difference", "off", "how")))
+    figures = (Column("tensors"), Column("difference"), Column("off", "name"))
+    table = Table((*figures, Column("how", "words")), keys=3, heads="bold")
     for group in groups:
         lines = [f"{group.kind}: {group.how}", group.what, f"({KINDS[group.kind]})"]
         shown = group.evidence if verbose else group.evidence[:_EVIDENCE]
         lines += [f"- {sentence}" for sentence in shown]
-        table.add_row(
-            f"{len(group.names):,}", _apart(group.difference), group.side, Text("\n".join(lines))
-        )
+        table.add(f"{len(group.names):,}", _apart(group.difference), group.side, "\n".join(lines))
     return table
 
 
-def _tensors(report: WeightReport, console: Console) -> None:
+def _tensors(report: WeightReport) -> Table:
+    of = (Column("difference"), Column("off", "name"), Column("tensor", "name"))
+    table = Table((*of, Column("how", "words")), keys=3, heads="bold")
     for one in report.findings:
         where = f" ({one.where})" if one.where else ""
-        tensor = f"{_apart(one.difference):>10}  {one.side}  {one.name}: {one.kind}{where}"
-        # names are looked for and copied, so they are never cut
-        console.print(Text(tensor), soft_wrap=True)
+        table.add(_apart(one.difference), one.side, one.name, f"{one.kind}{where}")
+    return table
 
 
 def _apart(difference: float) -> str:

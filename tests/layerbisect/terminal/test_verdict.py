@@ -24,9 +24,7 @@ from layerbisect.bisect.verdict import (
 from layerbisect.terminal.verdict import headline, render_verdict
 from layerbisect.wording import bar, count, listed, nat, percent, size, times
 
-LONG = (
-    "layerbisect bisect captures/rollout captures/trainer --model models/policy --probe scan " * 2
-)
+LONG = "layerbisect bisect captures/rollout captures/trainer --model models/policy " + "--x " * 9
 
 
 def layers(
@@ -78,7 +76,7 @@ def verdict(**changes: object) -> Verdict:
         coverage=Coverage(
             Points(224, ("rollout: layers.3.attn.q",)), CoveredRows(640, 4), ("4 rows have no key",)
         ),
-        next=LONG,
+        next=f"`{LONG.strip()}`",
         reasons=("1 operator errs beyond rounding",),
         layers=layers(16, 9),
         differences=(
@@ -189,7 +187,7 @@ def test_everything_that_the_verdict_knows_is_shown() -> None:
     ):
         assert words in page
     # a command is copied whole
-    assert f"next: {LONG}" in page
+    assert f"next:\n    {LONG.strip()}\n" in page
     # a kind that the model has not is not in the budget
     assert "router" not in page.split("rounding budget")[1].split("ruled out")[0]
 
@@ -275,9 +273,10 @@ def test_bars_are_ascii_where_the_output_is() -> None:
 def test_differences_are_shown_on_demand() -> None:
     assert "worst position" not in rendered(verdict())
     table = rendered(verdict(), verbose=True).split("second\n")[1].split("\n\n")[0].split("\n")
-    assert table[0].split()[-2:] == ["not", "finite"]
-    assert table[1].split() == ["embed", "640", "100", "%", "0", "0", "0"]
-    assert table[2].split()[-3:] == ["97", "1312", "2"]
+    assert table[0].split() == ["worst", "its", "not"]
+    assert table[1].split()[-3:] == ["position", "token", "finite"]
+    assert table[2].split() == ["embed", "640", "100", "%", "0", "0", "0"]
+    assert table[3].split()[-3:] == ["97", "1312", "2"]
     whole = verdict(differences=verdict().differences[:1])
     assert "not finite" not in rendered(whole, verbose=True)
 
