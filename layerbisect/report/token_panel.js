@@ -158,7 +158,7 @@ class TokenPanel {
     }
     if (to < start + tokens.length - 1) made.append("...");
     const said = this.data.text === null
-      ? "Marked are the token read and the one predicted from it. These are IDs: `layerbisect report --tokenizer DIR` shows text."
+      ? "Marked are the token read and the one predicted from it. These are IDs: layerbisect report --tokenizer DIR shows text."
       : "Marked are the token read and the one predicted from it.";
     return HeatmapText.element("div", "around", made, HeatmapText.element("p", "note", said));
   }

@@ -227,7 +227,7 @@ def test_token_that_no_heatmap_has_is_said_to_have_no_column(
         shown.evaluate("layerbisectOpenToken('b:1', 1)")
         text = shown.locator(".token-panel").inner_text()
         assert "no column of the heatmap has this position" in text
-        assert "`layerbisect report --tokenizer DIR` shows text" in text
+        assert "layerbisect report --tokenizer DIR shows text" in text
         shown.evaluate("layerbisectOpenToken('b:1', 99)")
         assert "This sequence has positions 0 to 2." in shown.locator(".token-panel").inner_text()
         assert shown.evaluate("layerbisectOpenToken('unknown', 0)") is False
