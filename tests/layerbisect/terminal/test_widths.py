@@ -29,14 +29,17 @@ from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.captures.summary import PointSummary
 from layerbisect.cli import main
+from layerbisect.demo import Outcome, Planted
 from layerbisect.kernels.judging.residuals import Fit
 from layerbisect.kernels.replay.deterministic import deterministic_table
 from layerbisect.kernels.replay.report import Errors, Replay, Reproduction, Result, Variation
+from layerbisect.selftest import SelfTest, Setting, Tried
 from layerbisect.terminal.capture import PointValues, render_points
 from layerbisect.terminal.compare import render_comparison
 from layerbisect.terminal.replay import render_replays
 from layerbisect.terminal.routing import render_routing
 from layerbisect.terminal.scores import render_scores
+from layerbisect.terminal.selftest import SelfTestPage
 from layerbisect.terminal.training import render_training
 from layerbisect.terminal.verdict import render_verdict
 from layerbisect.terminal.weights import render_weights
@@ -132,6 +135,22 @@ def point_values() -> list[PointValues]:
     ]
 
 
+def render_selftest(demo: Verdict, out: Console) -> None:
+    fault = Planted("top-k-not-renormalised", "", 93, "combine", "layers.93.mlp.out", "rollout")
+    setting = Setting("transformers against transformers", "a tiny model", 94, "bfloat16", "cpu")
+    runs = (
+        Tried(
+            Outcome(dataclasses.replace(demo, status="agree", culprits=()), None, True), 1.5, None
+        ),
+        Tried(Outcome(demo, fault, False), 12345.6, None),
+    )
+    page = SelfTestPage(out)
+    page.begin(setting)
+    for run in runs:
+        page.tell(run)
+    page.end(SelfTest(setting, runs, (), 1), None, None)
+
+
 def pages(demo: Verdict) -> dict[str, Page]:
     long = dataclasses.replace(demo, labels=("decode-of-a-long-name", "prefill-of-a-long-name"))
     renamed = json.loads(
@@ -156,6 +175,7 @@ def pages(demo: Verdict) -> dict[str, Page]:
         ),
         "training": lambda out: render_training(training(), out, verbose=True),
         "weights": lambda out: render_weights(weights(), out, verbose=True),
+        "selftest": lambda out: render_selftest(demo, out),
         "points": lambda out: render_points(point_values(), out),
     }
 
@@ -172,6 +192,7 @@ NAMES = (
     "replay, verbose",
     "training",
     "weights",
+    "selftest",
     "points",
 )
 
