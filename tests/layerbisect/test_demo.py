@@ -75,7 +75,8 @@ def test_a_planted_fault_is_found_and_kept(small_moe_dir: Path, tmp_path: Path) 
     assert first.startswith("divergent: layers.2.attn.q (rope) on the rollout side")
     assert last == "the verdict is right: layer, operator and side"
     assert "planted: `rope-shifted` in layer 2 on the rollout side" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines() if "next: " not in line) <= 130
+    _, *lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("    layerbisect ")) <= 100
     assert f"kept in {kept}" in done.stderr
     assert sorted(p.name for p in kept.iterdir()) == ["rollout", "tokens.jsonl", "trainer"]
 
