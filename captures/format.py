@@ -23,13 +23,12 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from layerbisect.captures.errors import CaptureError
 from layerbisect.captures.forward_mode import ForwardMode
+from layerbisect.captures.parsing import Parser
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -204,6 +203,7 @@ class PassTensors:
 
 
 _Record = TypeVar("_Record", bound="DataclassInstance")
+_PARSER = Parser()
 
 
 def to_json(record: DataclassInstance, indent: int | None = None) -> str:
@@ -233,53 +233,7 @@ def from_text(kind: type[_Record], text: str | bytes) -> _Record:
             "read it with the version that wrote it"
         )
     try:
-        record: _Record = _parse(kind, raw, "it")
+        record = _PARSER.build(kind, raw)
     except ValueError as error:
         raise CaptureError(f"is damaged: {error}") from None
     return record
-
-
-def _parse(annotation: Any, value: Any, where: str) -> Any:
-    """Build what a field's annotation says from parsed JSON; raises ValueError where it differs."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
-        return value
-    if dataclasses.is_dataclass(annotation):
-        if isinstance(value, dict):
-            return _build(annotation, value, where)
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif origin is UnionType:
-        return None if value is None else _parse(args[0], value, where)
-    elif origin is tuple:
-        if isinstance(value, list):
-            kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-            if len(kinds) == len(value):
-                pairs = zip(kinds, value, strict=True)
-                return tuple(_parse(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(pairs))
-    elif origin is Mapping:
-        if isinstance(value, dict):
-            return {key: _parse(args[1], v, f"{where}[{key!r}]") for key, v in value.items()}
-    elif type(value) is annotation:
-        return value
-    words = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    raise ValueError(f"{where} must be {words.replace('typing.', '')}, got {value!r:.80}")
-
-
-def _build(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
-    hints, required = _fields(kind)
-    unknown, missing = sorted(raw.keys() - hints.keys()), sorted(required - raw.keys())
-    if unknown or missing:
-        raise ValueError(f"{where} has unknown fields {unknown} and lacks {missing}")
-    return kind(**{name: _parse(hints[name], v, f"{where}.{name}") for name, v in raw.items()})
-
-
-@cache
-def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    required = {
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    return get_type_hints(kind), frozenset(required)

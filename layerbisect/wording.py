@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -82,3 +83,14 @@ def mode_words(mode: ForwardMode) -> str:
         parts.append(f"dropout in {count(len(mode.dropout), 'module')}")
     parts += [mode.recompute] if mode.recompute else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in mode.noise.items())])
+
+
+_COMMAND = re.compile(r"`(layerbisect (?!scores [^` ]+`)[^` ]+ [^`]+)`(?:, )?")
+"""A command that says on what; one alone in backticks is only named."""
+
+
+def commands_in(text: str) -> Iterator[tuple[str, bool]]:
+    """Tell commands to copy (True) from the words around them."""
+    for at, part in enumerate(_COMMAND.split(text)):
+        if part.strip():
+            yield part.strip(), bool(at % 2)

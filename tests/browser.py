@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,16 +68,21 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+def opened(browser: Browser, file: Path, **how: Any) -> AbstractContextManager[Opened]:
+    """Open a file as a user does, and wait until it is loaded; ``how`` is `visited`'s."""
+    return visited(browser, file.absolute().as_uri(), **how)
+
+
 @contextmanager
-def opened(
+def visited(
     browser: Browser,
-    file: Path,
+    url: str,
     *,
     scheme: Literal["light", "dark"] = "light",
     width: int = 1366,
     height: int = 768,
 ) -> Iterator[Opened]:
-    """Open a file as a user does, and wait until it is loaded."""
+    """Open an address and wait until it is loaded."""
     viewport: Any = {"width": width, "height": height}
     context = browser.new_context(viewport=viewport, color_scheme=scheme)
     page = context.new_page()
@@ -86,7 +91,7 @@ def opened(
     page.on("dialog", found.asked)
     page.on("pageerror", lambda error: found.complaints.append(str(error)))
     page.on("request", lambda request: found.requested(request.url))
-    page.goto(file.absolute().as_uri())
+    page.goto(url)
     page.wait_for_load_state("load")
     yield found
     context.close()

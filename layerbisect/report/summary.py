@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from layerbisect.report.results import (
 from layerbisect.terminal.scores import headline as scores_headline
 from layerbisect.terminal.sensitivity import smallest_words
 from layerbisect.terminal.verdict import headline, side_words
-from layerbisect.wording import count, listed, nat, percent, times
+from layerbisect.wording import commands_in, count, listed, nat, percent, times
 
 OPERATORS = {
     "embedding": "the embedding",
@@ -47,18 +46,12 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What to do: words with short names in backticks, and (True) commands to copy among them."""
-
-    parts: tuple[tuple[str, bool], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The first screen of a case.
 
     ``status`` is the leading result's, ``title`` says in plain words what is wrong, ``sentence`` is
-    the verdict as the terminal prints it. ``results`` has a line for each result of the case.
+    the verdict as the terminal prints it. ``next`` are words, and
+    (True) commands to copy among them. ``results`` has a line for each result of the case.
     """
 
     status: str
@@ -67,7 +60,7 @@ class Summary:
     figures: tuple[Figure, ...]
     sure: tuple[str, ...]
     unseen: tuple[str, ...]
-    next: Step | None
+    next: tuple[tuple[str, bool], ...]
     results: tuple[tuple[str, str, str], ...]
     planted: str | None
 
@@ -83,7 +76,7 @@ def summarize(results: Sequence[Result]) -> Summary:
         figures=() if verdict is None else _figures(verdict),
         sure=_sure(lead),
         unseen=_unseen(lead),
-        next=_step(verdict.next) if verdict is not None and verdict.next else None,
+        next=() if verdict is None else tuple(commands_in(verdict.next)),
         results=tuple((one.name, one.status, sentence(one)) for one in results),
         planted=next(
             (r.planted for r in results if isinstance(r, VerdictResult) and r.planted), None
@@ -229,11 +222,3 @@ def _unseen(result: Result) -> tuple[str, ...]:
         what = "token" if result.of_scores else "row"
         said.insert(0, f"{count(coverage.rows.left_out, what)} left out")
     return tuple(said)
-
-
-def _step(text: str) -> Step:
-    """Tell whole commands, which stand in backticks, from the words around them."""
-    parts = re.split(r"(`layerbisect (?!scores [^` ]+`)[^` ]+ [^`]+`)(?:, )?", text)
-    return Step(
-        tuple((part.strip("`") if at % 2 else part, bool(at % 2)) for at, part in enumerate(parts))
-    )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from layerbisect.bisect.verdict import Status
+from layerbisect.wording import commands_in
 
 STYLES: dict[Status, str] = {
     "agree": "bold green",
@@ -18,8 +16,6 @@ STYLES: dict[Status, str] = {
     "unstable": "bold yellow",
     "inconclusive": "bold yellow",
 }
-_COMMAND = re.compile(r"`(layerbisect (?!scores [^` ]+`)[^` ]+ [^`]+)`(?:, )?")
-"""A command that says on what; one alone in backticks is only named."""
 
 
 def headline_line(console: Console, text: str, style: str) -> None:
@@ -54,7 +50,7 @@ def next_line(console: Console, text: str) -> None:
     if cell_len(text) <= console.width:
         console.print(Text(text))
         return
-    for number, (part, command) in enumerate(_parts(text)):
+    for number, (part, command) in enumerate(commands_in(text)):
         if command:
             console.print(Text(f"    {part}"), soft_wrap=True)
         else:
@@ -66,10 +62,3 @@ def next_command(console: Console, command: str) -> None:
     if command:
         console.print()
         console.print(Text(f"next: {command}"), soft_wrap=True)
-
-
-def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Tell commands (True) from the words around them."""
-    for at, part in enumerate(_COMMAND.split(text)):
-        if part.strip():
-            yield part.strip(), bool(at % 2)

@@ -4,15 +4,17 @@ import functools
 import http.server
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.browser import chromium, visited
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,39 +103,15 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_shows_and_searches_it_without_another_host(address: str, scheme: str) -> None:
-    api = pytest.importorskip("playwright.sync_api")
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    browser_path = os.environ.get("LAYERBISECT_CHROMIUM") or shutil.which("chromium")
-    asked: list[str] = []
-    said: list[str] = []
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=browser_path,
-            args=[
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-quic",
-                "--no-first-run",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--disable-sync",
-            ],
-        )
-        page = browser.new_page(color_scheme=scheme)
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda one: said.append(one.text) if one.type == "error" else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(f"{address}/gap.html")
+def test_browser_shows_and_searches_it_without_another_host(address: str, scheme: Any) -> None:
+    with chromium() as browser, visited(browser, f"{address}/gap.html", scheme=scheme) as found:
+        page = found.page
         assert page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
         page.locator("input[name=query]").click()
         page.keyboard.type("deterministic")
         page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
         for name in ("index", "decides", "engines/verl"):
             page.goto(f"{address}/{name}.html")
-            found = axe.run(page).response["violations"]
-            faults = [one["id"] for one in found if one["impact"] in ("serious", "critical")]
-            assert faults == [], name
-        browser.close()
-    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
-    assert said == []
+            assert found.serious_faults() == [], name
+        assert [url for url in found.requests if not url.startswith(address)] == []
+        assert found.complaints == []
