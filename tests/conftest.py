@@ -11,6 +11,9 @@ import torch
 
 # before any test imports transformers or starts a server: nothing here needs a network
 os.environ["HF_HUB_OFFLINE"] = "1"
+# pytest-xdist tells its workers of a terminal of 80 columns, which none of them has
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 if not torch.cuda.is_available():
     # before anything imports triton, which reads it then and never again
     os.environ["TRITON_INTERPRET"] = "1"
