@@ -245,6 +245,11 @@ class Verdict:
         return self.status == "agree"
 
     @property
+    def of_scores(self) -> bool:
+        """Whether scores alone were judged; captures may have been judged with a record of them."""
+        return self.scores is not None and not self.differences and not self.layers
+
+    @property
     def exit_code(self) -> int:
         """0 agree, 1 divergent, 2 could not judge."""
         return EXIT_CODES[self.status]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerbisect.captures.forward_mode import ForwardMode
@@ -94,3 +95,23 @@ def commands_in(text: str) -> Iterator[tuple[str, bool]]:
     for at, part in enumerate(_COMMAND.split(text)):
         if part.strip():
             yield part.strip(), bool(at % 2)
+
+
+_UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+"""Characters that draw nothing, steer a terminal, or turn text around."""
+
+
+def visible(value: Any) -> Any:
+    """Replace characters that are not seen by escapes such as ``\\x1b``, in all text below it."""
+    if isinstance(value, str):
+        if value.isascii() and value.isprintable():
+            return value
+        return "".join(
+            character
+            if character in "\n\t" or unicodedata.category(character) not in _UNSEEN
+            else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+            for character in value
+        )
+    if isinstance(value, Mapping):
+        return {visible(key): visible(one) for key, one in value.items()}
+    return [visible(one) for one in value] if isinstance(value, list) else value

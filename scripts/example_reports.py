@@ -25,7 +25,7 @@ from layerbisect.cli.boundary import json_text
 from layerbisect.demo import Outcome, run_demo
 from layerbisect.models import make_tiny
 from layerbisect.report.page import write_page
-from layerbisect.report.results import read_result, with_rounding
+from layerbisect.report.results import read_result, with_explained
 from layerbisect.report.token_text import TokenText
 from scripts.smollm2_report import TITLE, score_record
 from scripts.smollm2_work import Work
@@ -53,7 +53,8 @@ def results(work: Path, cases: Path, smollm2: Path) -> Iterator[tuple[str, Verdi
     for name, files in CASES.items():
         yield name, layerbisect.judge(open_all([cases / file for file in files]))
     yield "smollm2-scores", layerbisect.judge([score_record(Work(smollm2))])
-    yield "smollm2", verdict_from_json(json.loads((smollm2 / "verdict.json").read_text()))
+    for name, file in {"smollm2": "verdict", "smollm2-decode": "decode"}.items():
+        yield name, verdict_from_json(json.loads((smollm2 / f"{file}.json").read_text()))
 
 
 def write_results(work: Path, cases: Path, smollm2: Path) -> None:
@@ -75,8 +76,8 @@ def take_pictures(work: Path, smollm2: Path) -> None:
     with chromium() as browser:
         for name in names:
             of_smollm2 = name == "smollm2"
-            files = [f"{name}-scores", name] if of_smollm2 else [name]
-            results = with_rounding([read_result(RESULTS / f"{one}.json") for one in files])
+            files = [f"{name}-scores", name, f"{name}-decode"] if of_smollm2 else [name]
+            results = with_explained([read_result(RESULTS / f"{one}.json") for one in files])
             title = TITLE if of_smollm2 else name
             page = write_page(
                 results, work / f"{name}.html", title=title, text=text if of_smollm2 else None

@@ -70,6 +70,7 @@ def steps(work: Work) -> list[Step]:
         Step("own errors", "own.json", 60, _own(work, exact=False)),
         Step("own errors, float32", "own-fp32.json", 60, _own(work, exact=True)),
         Step("bisect, bfloat16", "verdict.json", 120, _verdict(work, exact=False)),
+        Step("bisect, decode against prefill", "decode.json", 120, _decode(work)),
         Step("bisect, float32", "verdict-fp32.json", 150, _verdict(work, exact=True)),
         Step("ways to score", "scoring.json", 10, _scoring(work)),
         Step("metrics of whole tensors", "naive.json", 15, _by_hand(work)),
@@ -159,6 +160,13 @@ def _verdict(work: Work, *, exact: bool) -> Do:
     def do(path: Path, progress: ConsoleProgress) -> None:
         first, *_, last = (work.exact_captures if exact else work.captures).values()
         numbers.verdict(first, last, work.model, path, progress)
+
+    return do
+
+
+def _decode(work: Work) -> Do:
+    def do(path: Path, progress: ConsoleProgress) -> None:
+        numbers.verdict(work.captures["A"], work.captures["B"], work.model, path, progress)
 
     return do
 

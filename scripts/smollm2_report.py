@@ -1,4 +1,4 @@
-"""The report of the SmolLM2 case: A, B and C judged, the captures bisected, both on one page."""
+"""The report of the SmolLM2 case: A, B and C judged, A against C and A against B bisected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from layerbisect.bisect.scores.judge import judge
 from layerbisect.captures.record.call import Call, RecordInfo, Scoring
 from layerbisect.captures.record.file import ScoreRecord
 from layerbisect.report.page import write_page
-from layerbisect.report.results import read_result, with_rounding
+from layerbisect.report.results import read_result, with_explained
 from layerbisect.report.token_text import TokenText
 from scripts.smollm2_engines import write_json
 from scripts.smollm2_work import Work
 
-MAKES = ("model", "served-bf16", "trainer-bf16", "verdict.json")
+MAKES = ("model", "served-bf16", "trainer-bf16", "verdict.json", "decode.json")
 """What the report is made of, of all that the case's steps leave in its work directory."""
 
 TITLE = "SmolLM2-135M, SGLang against transformers, bfloat16, nothing planted"
@@ -47,7 +47,7 @@ def write_report(work: Work, path: Path) -> list[str]:
     """Write the page, and beside the captures the results that it shows; returns their names."""
     scores = work.directory / "scores.json"
     write_json(scores, judge([score_record(work)]).to_json())
-    files = [scores, work.directory / "verdict.json"]
-    results = with_rounding([read_result(file) for file in files])
+    files = [scores, work.directory / "verdict.json", work.directory / "decode.json"]
+    results = with_explained([read_result(file) for file in files])
     write_page(results, path, title=TITLE, text=TokenText.open(work.model))
     return [f"{file}: {one.status}" for file, one in zip(files, results, strict=True)]

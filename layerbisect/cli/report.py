@@ -51,12 +51,19 @@ def report(
       layerbisect report scores.json bisect.json replay.json -o case.html --junit case.xml
       layerbisect demo --json | layerbisect report - -o demo.html
     """
-    from layerbisect.report.results import exit_code, read_result, with_rounding
+    from layerbisect.report.results import exit_code, read_result, with_explained
 
     if title is not None and out is None:
         raise click.UsageError("--title is of the page; give --out, too")
-    read = with_rounding([read_result(path) for path in results])
+    _refuse_targets(results, out, junit)
+    read = with_explained([read_result(path) for path in results])
     written: list[Path] = []
+    xml = b""
+    if junit is not None:
+        from layerbisect.report.junit import junit_xml
+
+        # before the page is written: of two files none is left alone
+        xml = junit_xml(read)
     if out is not None:
         from layerbisect.report.page import write_page
         from layerbisect.report.token_text import TokenText
@@ -66,9 +73,9 @@ def report(
     elif tokenizer is not None:
         raise click.UsageError("--tokenizer is of the page; give --out, too")
     if junit is not None:
-        from layerbisect.report.junit import junit_xml
+        from layerbisect.report.files import write_whole
 
-        junit.write_bytes(junit_xml(read))
+        write_whole(junit, xml)
         written.append(junit)
     if as_json:
         from layerbisect.report.summary import sentence
@@ -83,3 +90,17 @@ def report(
     for path in written:
         click.echo(f"wrote {path}", err=True)
     return exit_code(read)
+
+
+def _refuse_targets(results: tuple[Path, ...], out: Path | None, junit: Path | None) -> None:
+    """Refuse to write over an input, two files into one, or where no file can be."""
+    from layerbisect.captures.errors import LayerBisectError
+    from layerbisect.report.files import check_target
+
+    targets = [path for path in (out, junit) if path is not None]
+    for path in targets:
+        check_target(path)
+        if path.resolve() in [one.resolve() for one in results]:
+            raise LayerBisectError(f"{path} is one of the results; write to another file")
+    if len(targets) == 2 and targets[0].resolve() == targets[1].resolve():
+        raise LayerBisectError(f"--out and --junit are both {out}; name two files")

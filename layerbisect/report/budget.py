@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from layerbisect.bisect.budget import GAP_FACTOR
 from layerbisect.bisect.verdict import RoundingBudget, Verdict
 from layerbisect.report.blocks import Cell, Chart, Section, Table
 from layerbisect.report.palette import AMBER, GREEN, GREY, ORANGE, figure, label
@@ -43,8 +44,13 @@ def _gap_chart(verdict: Verdict, budget: RoundingBudget) -> Chart:
         reading += f"; measured is {nat(gap.mae)} nat."
     else:
         ratio = gap.mae / budget.predicted_gap
-        judged = "so rounding explains it" if ratio <= 1 else "which rounding does not explain"
-        reading += f"; measured is {nat(gap.mae)} nat, {times(ratio)} that, {judged}."
+        reading += f"; measured is {nat(gap.mae)} nat, {times(ratio)} that"
+        if verdict.status == "agree":
+            reading += ", and within what rounding explains."
+        elif verdict.culprits and ratio <= GAP_FACTOR:
+            reading += ". Its size alone would pass as rounding: an operator's own error convicts."
+        else:
+            reading += "."
     if budget.whole > 0:
         far = max(
             ((d, side) for side, d in budget.distances.items() if math.isfinite(d)), default=None

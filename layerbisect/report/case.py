@@ -23,7 +23,7 @@ def culprits_section(verdict: Verdict) -> Section | None:
             ("where", one.where),
             ("share of the gap", share),
         ]
-        if verdict.scores is None:
+        if not verdict.of_scores:
             facts.append(
                 ("own error", f"{times(one.own_error)} rounding, floor {times(one.floor)}")
             )
@@ -35,8 +35,11 @@ def culprits_section(verdict: Verdict) -> Section | None:
         "What the evidence convicts. An own error is what an operator added on the input that it "
         "was itself given, so it does not depend on the other side."
     )
-    if verdict.scores is not None:
+    if verdict.of_scores:
         lead = "What the scores alone convict."
+    if verdict.status != "divergent":
+        lead = "What was found beside a verdict that accuses nobody."
+        return Section("culprits", "Suspected", lead, tuple(blocks))
     return Section("culprits", "Convicted", lead, tuple(blocks))
 
 

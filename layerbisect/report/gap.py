@@ -15,7 +15,7 @@ def gap_section(verdict: Verdict, text: TokenText | None = None) -> Section | No
 
     None where scores were judged, which have these for each pair.
     """
-    if verdict.gap is None or verdict.scores is not None:
+    if verdict.gap is None or verdict.of_scores:
         return None
     order = f"{verdict.labels[0]} minus {verdict.labels[1]}"
     blocks: list[Block] = [_figures(verdict.gap, order)]

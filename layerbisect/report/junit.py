@@ -6,7 +6,6 @@ CI and the command never disagree.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,11 +27,9 @@ from layerbisect.report.summary import sentence
 from layerbisect.terminal.replay import notes
 from layerbisect.terminal.selftest import left_out_words
 from layerbisect.terminal.verdict import side_words
-from layerbisect.wording import nat, times
+from layerbisect.wording import nat, times, visible
 
 Outcome = Literal["passed", "failure", "error", "skipped"]
-_UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-"""Characters that XML forbids or that draw nothing, among them those that turn text around."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +59,6 @@ def junit_xml(results: Sequence[Result]) -> bytes:
     ElementTree.indent(root)
     written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return written + b"\n"
-
-
-def visible(text: str) -> str:
-    """Replace what XML cannot hold, and what draws nothing, by escapes such as ``\\x1b``."""
-    return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) not in _UNSEEN
-        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for character in text
-    )
 
 
 def _counted(cases: Sequence[Case], name: str) -> dict[str, str]:
@@ -119,7 +106,7 @@ def _of_verdict(result: VerdictResult) -> Iterator[Case]:
         yield Case(_accused(culprit), _blamed(result), sentence(alone), _evidence(verdict, culprit))
     for out in verdict.ruled_out:
         yield Case(f"ruled out: {out.hypothesis}", "passed", out.evidence)
-    if verdict.scores is not None:
+    if result.of_scores:
         yield from _pairs(result)
 
 
@@ -157,7 +144,7 @@ def _why(verdict: Verdict) -> str:
 
 def _evidence(verdict: Verdict, culprit: Culprit) -> str:
     said = [f"where: {culprit.where}"]
-    if verdict.scores is None:
+    if culprit.own_error == culprit.own_error:
         said.append(f"own error {times(culprit.own_error)} rounding, floor {times(culprit.floor)}")
     return "\n".join([*said, *culprit.evidence, *_next(verdict)])
 

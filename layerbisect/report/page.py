@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.report.blocks import Chart, HeatmapBlock, Section
+from layerbisect.report.files import write_whole
 from layerbisect.report.heatmap import heatmap_data, heatmap_figure
 from layerbisect.report.results import Result
 from layerbisect.report.sections import sections
@@ -42,19 +42,11 @@ def write_page(
         text: shows tokens as text.
 
     Raises:
-        LayerBisectError: jinja2 or plotly is not installed.
+        LayerBisectError: jinja2 or plotly is not installed, or the file cannot be written.
     """
     target = Path(path)
     page = html(results, title=title or ", ".join(r.name for r in results), text=text)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(target, page.encode("utf-8"))
     return target
 
 
@@ -145,10 +137,3 @@ def _numbered(number: int, found: Sequence[Section]) -> list[Section]:
 
 def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _umask() -> int:
-    # there is no way to read it but to set it
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from layerbisect.accuracy_summary import AccuracySummary
-from layerbisect.bisect.verdict import Verdict
+from layerbisect.bisect.verdict import Gap, Verdict
 from layerbisect.bisect.verdict_json import record_from_json, verdict_from_json
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Replay
+from layerbisect.wording import visible
 
 STDIN = "-"
 _REPLAY_CODES = {"acquitted": 0, "convicted": 1, "inconclusive": 2}
@@ -24,30 +26,29 @@ _REPLAY_CODES = {"acquitted": 0, "convicted": 1, "inconclusive": 2}
 class VerdictResult:
     """A verdict, of scores or of captures.
 
-    ``planted`` says what a demo had planted, if one did. ``rounding`` is the gap (nat) that
-    rounding alone makes, by a bisection of the same case, where that explains all gaps of scores
-    that convict nobody; None elsewhere.
+    ``planted`` says what a demo had planted, if one did. ``explained`` names the bisections of the
+    same case that call each gap of these scores rounding; it is empty where they do not.
     """
 
     name: str
     verdict: Verdict
     planted: str | None = None
-    rounding: float | None = None
+    explained: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:
-        """The verdict's; ``agree`` where rounding explains it."""
-        return self.verdict.status if self.rounding is None else "agree"
+        """The verdict's; ``agree`` where bisections explain it."""
+        return "agree" if self.explained else self.verdict.status
 
     @property
     def exit_code(self) -> int:
-        """The verdict's; 0 where rounding explains it."""
-        return self.verdict.exit_code if self.rounding is None else 0
+        """The verdict's; 0 where bisections explain it."""
+        return 0 if self.explained else self.verdict.exit_code
 
     @property
     def of_scores(self) -> bool:
-        """Whether A, B and C were judged, and no captures."""
-        return self.verdict.scores is not None
+        """Whether scores alone were judged."""
+        return self.verdict.of_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,40 +115,69 @@ class SelfTestResult:
 Result = VerdictResult | ReplayResult | AccuracyResult | SelfTestResult
 
 
+def leading(results: Sequence[Result]) -> Result:
+    """The result that a case is about: the worst one, and of equals the one that sees deepest."""
+    return max(results, key=_weight)
+
+
 def exit_code(results: Sequence[Result]) -> int:
-    """1 where a result is divergent or convicted, else 2 where one could not be judged, else 0."""
-    codes = {result.exit_code for result in results}
-    return next((code for code in (1, 2) if code in codes), 0)
-
-
-def with_rounding(results: Sequence[Result]) -> tuple[Result, ...]:
-    """Let a bisection explain gaps of scores that convict nobody.
-
-    Scores alone cannot tell rounding from a cause that has no shape. A bisection that agrees has
-    predicted what gap rounding makes between two engines of this model and dtype: pairs whose mean
-    gap is no larger are explained by it.
+    """The leading result's: 1 where one is divergent, convicted or failed, else 2 where one could
+    not be judged, else 0.
     """
-    budgets = [
-        one.verdict.rounding_budget
+    return leading(results).exit_code
+
+
+def _weight(result: Result) -> tuple[int, bool, int]:
+    # an exit code of 2 says less than one of 1
+    severity = {1: 2, 2: 1}.get(result.exit_code, 0)
+    if isinstance(result, VerdictResult):
+        return severity, bool(result.verdict.culprits), 2 if result.of_scores else 3
+    return severity, False, 1 if isinstance(result, ReplayResult) else 0
+
+
+def with_explained(results: Sequence[Result]) -> tuple[Result, ...]:
+    """Let bisections explain gaps of scores that convict nobody.
+
+    Scores alone cannot tell rounding from a cause that has no shape. A bisection that agrees calls
+    the gap of its two sides rounding, and it is of the same tokens where its figures are a pair's
+    to the last digit. Scores are explained where each pair that is beyond the tolerance has such a
+    bisection; of three pairs two are enough, for the third is their sum.
+    """
+    agreeing = [
+        one
         for one in results
         if isinstance(one, VerdictResult) and not one.of_scores and one.status == "agree"
     ]
-    predicted = max((budget.predicted_gap for budget in budgets if budget is not None), default=0.0)
     return tuple(
-        replace(one, rounding=predicted)
-        if isinstance(one, VerdictResult) and _within(one.verdict, predicted)
+        replace(one, explained=_explained(one.verdict, agreeing))
+        if isinstance(one, VerdictResult) and one.of_scores
         else one
         for one in results
     )
 
 
-def _within(verdict: Verdict, predicted: float) -> bool:
+def _explained(verdict: Verdict, agreeing: Sequence[VerdictResult]) -> tuple[str, ...]:
     scores = verdict.scores
-    return (
-        scores is not None
-        and verdict.status == "divergent"
-        and not verdict.culprits
-        and all(pair.gap.mae <= predicted and not pair.gap.nonfinite for pair in scores.pairs)
+    assert scores is not None
+    if verdict.status != "divergent" or verdict.culprits or len(scores.steps) > 1:
+        return ()
+    found, open_pairs = [], []
+    for pair in scores.between:
+        names = [one.name for one in agreeing if _same(one.verdict.gap, pair.gap)]
+        found += names[:1]
+        if not names and (pair.gap.mae > scores.tolerance or pair.gap.nonfinite):
+            open_pairs.append(pair)
+    rest = len(open_pairs) - (len(found) >= 2 and len(scores.between) == 3)
+    return tuple(found) if found and rest <= 0 else ()
+
+
+def _same(first: Gap | None, second: Gap) -> bool:
+    """Whether two gaps are of the same tokens: no two sets of tokens have all figures in common."""
+    if first is None or first.rows != second.rows or first.nonfinite or second.nonfinite:
+        return False
+    figures = [(g.mae, abs(g.signed_mean), g.p95, g.p99, g.max) for g in (first, second)]
+    return all(
+        math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) for a, b in zip(*figures, strict=True)
     )
 
 
@@ -166,20 +196,25 @@ def read_result(path: str | Path) -> Result:
         raise LayerBisectError(f"{path} is no JSON ({_short(error)}); {_WANTED}") from None
     if not isinstance(data, dict):
         raise LayerBisectError(f"{path} holds {data!r:.40} and no result; {_WANTED}")
-    if data.get("schema") != 1:
+    if "schema" not in data:
+        raise LayerBisectError(f"{path} is no result of a command; {_WANTED}")
+    if data["schema"] != 1 or data["schema"] is True:
         raise LayerBisectError(
-            f"{path} has schema {data.get('schema')!r:.40} and this version reads 1; {_WANTED}"
+            f"{path} has schema {data['schema']!r:.40} and this version reads 1; {_WANTED}"
         )
     try:
-        return _result(name, data, str(path))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _result(name, visible(data), str(path))
+    except LayerBisectError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise LayerBisectError(
             f"{path} is damaged, or of another version: {_short(error)}; run the command again"
         ) from None
 
 
 _WANTED = (
-    "give files that `layerbisect bisect`, `scores judge`, `replay` or `selftest` wrote with --json"
+    "give what `layerbisect bisect`, `scores judge`, `replay`, `demo` or `selftest` printed with "
+    "--json"
 )
 
 
@@ -202,9 +237,14 @@ def _short(error: Exception) -> str:
 
 
 def _result(name: str, data: Mapping[str, Any], path: str) -> Result:
+    for key, command in (("weights", "weights"), ("training", "training")):
+        if key in data and "culprits" in data:
+            raise LayerBisectError(
+                f"{path} is of `layerbisect {command}`, which has no page; {_WANTED}"
+            )
     if "culprits" in data and "coverage" in data:
         return VerdictResult(name, verdict_from_json(data), _planted(data.get("demo")))
-    if "replays" in data:
+    if "replays" in data and "checks" not in data:
         if data.get("error"):
             raise LayerBisectError(f"{path} says that nothing was replayed: {data['error']}")
         pairs = data.get("deterministic")
@@ -229,9 +269,10 @@ def _planted(demo: Mapping[str, Any] | None) -> str | None:
         return None
     planted = demo["planted"]
     if planted is None:
-        said = "nothing"
+        said = "nothing was planted"
     else:
         layer = "" if planted["layer"] is None else f" in layer {planted['layer']}"
-        said = f"{planted['fault']}{layer} on the {planted['side']} side ({planted['description']})"
+        place = f"{layer} on the {planted['side']} side"
+        said = f"`{planted['fault']}` was planted{place} ({planted['description']})"
     judged = "the verdict is right" if demo["right"] else "the verdict is wrong"
-    return f"{said}; {judged}"
+    return f"{said}, and {judged}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerbisect.bisect.verdict import Culprit, Verdict
+from layerbisect.bisect.verdict import Culprit
 from layerbisect.report.results import (
     AccuracyResult,
     ReplayResult,
     Result,
     SelfTestResult,
     VerdictResult,
+    leading,
 )
 from layerbisect.terminal.scores import headline as scores_headline
 from layerbisect.terminal.sensitivity import smallest_words
-from layerbisect.terminal.verdict import headline, side_words
+from layerbisect.terminal.verdict import headline, is_everywhere, side_words
 from layerbisect.wording import commands_in, count, listed, nat, percent, times
 
 OPERATORS = {
@@ -73,7 +74,7 @@ def summarize(results: Sequence[Result]) -> Summary:
         status=lead.status,
         title=_title(lead),
         sentence=sentence(lead),
-        figures=() if verdict is None else _figures(verdict),
+        figures=_figures(lead) if isinstance(lead, VerdictResult) else (),
         sure=_sure(lead),
         unseen=_unseen(lead),
         next=() if verdict is None else tuple(commands_in(verdict.next)),
@@ -84,27 +85,14 @@ def summarize(results: Sequence[Result]) -> Summary:
     )
 
 
-def leading(results: Sequence[Result]) -> Result:
-    """The result that a case is about: a bisection before scores, and what convicts before both."""
-    return max(results, key=_weight)
-
-
-def _weight(result: Result) -> tuple[int, int]:
-    """Culprits count first; of the rest, what could be judged, and then what sees deeper."""
-    if isinstance(result, VerdictResult):
-        judged = result.status in ("agree", "divergent")
-        return (3 if result.verdict.culprits else 2 if judged else 1, 0 if result.of_scores else 1)
-    return (0, 1 if isinstance(result, ReplayResult) else 0)
-
-
 def sentence(result: Result) -> str:
     """Say a result in one sentence, without its status."""
     if isinstance(result, VerdictResult):
         said = (scores_headline if result.of_scores else headline)(result.verdict)
         said = said.partition(": ")[2]
-        if result.rounding is None:
+        if not result.explained:
             return said
-        return f"within the {nat(result.rounding)} nat that rounding makes between engines: {said}"
+        return f"each gap is rounding by {' and '.join(result.explained)}: {said}"
     if isinstance(result, ReplayResult):
         if not result.replays:
             return "nothing was replayed"
@@ -120,7 +108,7 @@ def sentence(result: Result) -> str:
 
 def _title(result: Result) -> str:
     if isinstance(result, VerdictResult):
-        return _verdict_title(result.verdict)
+        return _verdict_title(result)
     if isinstance(result, ReplayResult):
         return {
             "convicted": "The engine's output is beyond rounding, on the input that it was given",
@@ -132,19 +120,22 @@ def _title(result: Result) -> str:
     return "How often verdicts are right"
 
 
-def _verdict_title(verdict: Verdict) -> str:
-    if verdict.culprits:
+def _verdict_title(result: VerdictResult) -> str:
+    verdict = result.verdict
+    if verdict.culprits and result.status == "divergent":
         first = verdict.culprits[0]
         more = len(verdict.culprits) - 1
         others = f", and {count(more, 'more fault')}" if more else ""
         return _fault(first) + others
-    if verdict.status == "agree":
+    if result.status == "agree":
         if verdict.gap is not None and verdict.gap.max == 0 and not verdict.gap.nonfinite:
             return "No gap: the log-probs are equal"
-        if verdict.scores is not None:
+        if result.of_scores and not result.explained:
             # what scores alone show is a size, and not what makes it
             return "The scores agree within the tolerance"
         return "No bug: the gap is rounding"
+    if verdict.status == "divergent" and result.of_scores:
+        return "The scores differ beyond the tolerance, and do not show what makes it"
     return {
         "divergent": "The two sides differ by more than rounding, and no operator is convicted",
         "unstable": "Not judged: a side does not repeat itself",
@@ -159,20 +150,24 @@ def _fault(culprit: Culprit) -> str:
     return f"A fault in {what}{layer}, {side_words(culprit.side)}"
 
 
-def _figures(verdict: Verdict) -> tuple[Figure, ...]:
+def _figures(result: VerdictResult) -> tuple[Figure, ...]:
+    verdict = result.verdict
     found = []
     gap, budget = verdict.gap, verdict.rounding_budget
     if gap is not None and gap.rows:
         found.append(Figure(f"{nat(gap.mae)} nat", f"mean gap, {count(gap.rows, 'token')}"))
-    if budget is not None:
+    # a reference that is not known to be the right one predicts nothing
+    if budget is not None and verdict.status in ("agree", "divergent"):
         found.append(Figure(f"{nat(budget.predicted_gap)} nat", "gap that rounding alone makes"))
-    if verdict.culprits:
+    if verdict.culprits and verdict.status == "divergent":
         first = verdict.culprits[0]
-        if verdict.scores is None and first.own_error == first.own_error:
+        if not result.of_scores and first.own_error == first.own_error:
             floor = f"(a clean one: {times(first.floor)})"
             found.append(Figure(times(first.own_error), f"its error in units of rounding {floor}"))
-        if first.share_of_gap is not None:
-            found.append(Figure(percent(first.share_of_gap), "of the gap is made there"))
+        if first.share_of_gap is not None and not is_everywhere(first):
+            squared = "" if result.of_scores else "squared "
+            share = percent(first.share_of_gap)
+            found.append(Figure(share, f"of the {squared}gap is made there"))
     return tuple(found)
 
 
@@ -182,16 +177,18 @@ def _sure(result: Result) -> tuple[str, ...]:
     verdict = result.verdict
     said: list[str] = []
     if verdict.culprits:
-        said += verdict.culprits[0].evidence[:_EVIDENCE]
+        first_of_all, *others = verdict.culprits[0].evidence or ("",)
+        # fits of one kind are many and alike
+        others.sort(key=lambda one: "systematic, " in one and "eps" not in one)
+        said += [one for one in (first_of_all, *others) if one][:_EVIDENCE]
     first = sentence(result)
     # the first reason of a conviction or of an agreement is what the sentence says
     told = verdict.status == "agree" or bool(verdict.culprits)
     said += [one for one in verdict.reasons[int(told) :] if one not in first][:_EVIDENCE]
-    if verdict.ruled_out:
+    if verdict.ruled_out and verdict.status in ("agree", "divergent"):
         names = ", ".join(out.hypothesis for out in verdict.ruled_out[:3])
         more = len(verdict.ruled_out) - 3
-        others = f", and {more} more" if more > 0 else ""
-        said.append(f"ruled out: {names}{others}")
+        said.append(f"ruled out: {names}" + (f", and {more} more" if more > 0 else ""))
     if verdict.status == "agree" and verdict.own_errors:
         judged = count(len(verdict.own_errors), "operator")
         said.append(f"none of {judged} on both sides errs beyond rounding, on its own input")
@@ -220,5 +217,6 @@ def _unseen(result: Result) -> tuple[str, ...]:
         said.insert(0, f"{what}: {listed(missing)}")
     if coverage.rows.left_out:
         what = "token" if result.of_scores else "row"
-        said.insert(0, f"{count(coverage.rows.left_out, what)} left out")
+        why = "by the mask, or unscored" if result.of_scores else "only one side has them"
+        said.insert(0, f"{count(coverage.rows.left_out, what)} left out: {why}")
     return tuple(said)

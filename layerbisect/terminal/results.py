@@ -28,10 +28,13 @@ def render_results(results: Sequence[Result], console: Console) -> None:
 
 def _render(result: Result, console: Console) -> None:
     if isinstance(result, VerdictResult):
+        if result.explained:
+            line(console, f"{result.status}: {sentence(result)}", 0, 2)
+            console.print()
         (render_scores if result.of_scores else render_verdict)(result.verdict, console)
         if result.planted is not None:
             console.print()
-            line(console, f"planted: {result.planted}", 0, 2)
+            line(console, result.planted, 0, 2)
     elif isinstance(result, ReplayResult):
         render_replays(result.replays, result.left_out, console, pairs=result.pairs)
     else:

@@ -66,9 +66,14 @@ def _conviction(culprit: Culprit) -> str:
     said_first = culprit.operator == "weights" or OTHER_WEIGHTS in "".join(culprit.evidence[:1])
     if culprit.evidence and (said_first or not by_size or culprit.point.endswith("expert_ids")):
         proof = culprit.evidence[0].removeprefix(f"{culprit.point}: ")
-    if culprit.share_of_gap is not None and culprit.share_of_gap > 0:
+    if culprit.share_of_gap is not None and culprit.share_of_gap > 0 and not is_everywhere(culprit):
         return f"{said} makes {percent(culprit.share_of_gap)} of the gap; {proof}"
     return f"{said}: {proof}"
+
+
+def is_everywhere(culprit: Culprit) -> bool:
+    """Whether it errs in most layers: the share of all of them is no share of what it makes."""
+    return culprit.point.startswith("layers.*")
 
 
 def _own(culprit: Culprit) -> str:

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from layerbisect.report.page import write_page
-from layerbisect.report.results import exit_code, read_result, with_rounding
+from layerbisect.report.results import exit_code, read_result, with_explained
 from tests.browser import chromium, opened
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_first_screen_says_what_is_wrong_and_what_to_do(
 ) -> None:
     code, wrong, command = WRONG_AND_NEXT[name]
     files = sorted(RESULTS.glob(f"{name}*.json"))
-    results = with_rounding([read_result(file) for file in files])
+    results = with_explained([read_result(file) for file in files])
     assert exit_code(results) == code
     page = write_page(results, tmp_path / "report.html")
     with opened(browser, page) as found:
@@ -75,7 +75,7 @@ def test_first_screen_says_what_is_wrong_and_what_to_do(
 def test_every_result_is_shown_with_a_picture() -> None:
     text = (ROOT / "docs" / "examples.md").read_text()
     names = {file.stem for file in RESULTS.iterdir()}
-    assert names == {*WRONG_AND_NEXT, "smollm2-scores"}
+    assert names == {*WRONG_AND_NEXT, "smollm2-scores", "smollm2-decode"}
     for name in WRONG_AND_NEXT:
         assert f"(pictures/{name}.png)" in text
         assert (ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size > 10_000

@@ -1,6 +1,7 @@
 """`layerbisect report`: what it takes, writes, prints and returns."""
 
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ def test_json_lists_results_and_what_was_written(divergent: Path, tmp_path: Path
         ("[1]", "holds [1] and no result"),
         ('{"schema": 2}', "has schema 2 and this version reads 1"),
         ('{"schema": 1, "checks": []}', "holds checks, schema, which is no result"),
+        ("{}", "is no result of a command; give what"),
+        ('{"schema": 1, "checks": [], "replays": []}', "holds checks, replays, schema"),
         ('{"schema": 1, "culprits": [], "coverage": {}}', "is damaged, or of another version"),
     ],
 )
@@ -136,36 +139,91 @@ def test_options_of_the_page_need_a_page(agree: Path) -> None:
 def test_a_page_that_cannot_be_written_leaves_nothing(agree: Path, tmp_path: Path) -> None:
     done = run(agree, "-o", tmp_path / "nowhere" / "report.html")
     assert done.exit_code == 2
-    assert "nowhere" in done.stderr
+    assert f"there is no folder {tmp_path / 'nowhere'}; make it first" in done.stderr
     taken = tmp_path / "taken"
     taken.mkdir()
     assert run(agree, "-o", taken).exit_code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agree.json", "taken"]
 
 
-def test_rounding_that_a_bisection_predicts_explains_scores_without_a_culprit(
-    tmp_path: Path,
-) -> None:
-    """Two engines whose scores differ by noise alone: only the captures can call it rounding."""
-    files = {"scores": noisy_scores(0.03), "bisect": agreeing(predicted=0.04)}
-    for name, data in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    scores, bisect = tmp_path / "scores.json", tmp_path / "bisect.json"
+def test_bisections_of_the_same_tokens_explain_scores_without_a_culprit(tmp_path: Path) -> None:
+    """Engines whose scores differ by noise alone: only captures can call that rounding."""
+    scores = written(tmp_path, "scores", noisy_scores(0.03))
+    gaps = {pair["name"]: pair["gap"] for pair in noisy_scores(0.03)["scores"]["pairs"]}
+    first = written(tmp_path, "a-c", agreeing(gaps["A-C0"]))
+    second = written(tmp_path, "a-b", agreeing(gaps["A-B0"]))
     assert run(scores).exit_code == 1
-    done = run(scores, bisect, "--json", "--junit", tmp_path / "case.xml")
+    # one explains its own pair, and not the others
+    assert run(scores, first).exit_code == 1
+    done = run(scores, first, second, "--json", "--junit", tmp_path / "case.xml")
     assert done.exit_code == 0
-    (first, _) = json.loads(done.stdout)["results"]
-    assert first["status"] == "agree"
-    assert first["sentence"].startswith("within the 0.0400 nat that rounding makes between engines")
+    said = json.loads(done.stdout)["results"][0]
+    assert said["status"] == "agree"
+    assert said["sentence"].startswith("each gap is rounding by ")
     assert ElementTree.parse(tmp_path / "case.xml").getroot().get("failures") == "0"
-    bisect.write_text(json.dumps(agreeing(predicted=0.02)))
-    assert run(scores, bisect).exit_code == 1
+    assert run(scores, first, second).stdout.startswith("== scores\nagree: each gap is rounding")
 
 
-def test_rounding_explains_no_shape_that_scores_convict(divergent: Path, tmp_path: Path) -> None:
-    bisect = tmp_path / "bisect.json"
-    bisect.write_text(json.dumps(agreeing(predicted=1.0)))
-    assert run(divergent, bisect).exit_code == 1
+@pytest.mark.parametrize("figure", ["mae", "p99", "max", "rows"])
+def test_a_bisection_of_other_tokens_explains_nothing(tmp_path: Path, figure: str) -> None:
+    scores = written(tmp_path, "scores", noisy_scores(0.03))
+    files = []
+    for pair in noisy_scores(0.03)["scores"]["pairs"]:
+        other = pair["gap"] | {figure: pair["gap"][figure] * 2}
+        files.append(written(tmp_path, pair["name"], agreeing(other)))
+    assert run(scores, *files).exit_code == 1
+
+
+def test_bisections_explain_no_shape_that_scores_convict(divergent: Path, tmp_path: Path) -> None:
+    pairs = json.loads(divergent.read_text())["scores"]["pairs"]
+    files = [written(tmp_path, pair["name"], agreeing(pair["gap"])) for pair in pairs]
+    assert run(divergent, *files).exit_code == 1
+
+
+def test_what_is_worst_leads_the_page_and_is_the_exit_code(
+    agree: Path, divergent: Path, tmp_path: Path
+) -> None:
+    bisect = written(tmp_path, "bisect", agreeing())
+    for files in ((bisect, divergent), (divergent, bisect), (agree, divergent, bisect)):
+        page = tmp_path / "report.html"
+        assert run(*files, "-o", page).exit_code == 1
+        assert "<title>divergent: " in page.read_text()
+
+
+def test_no_input_is_written_over_and_no_file_twice(agree: Path, tmp_path: Path) -> None:
+    before = agree.read_bytes()
+    for option in ("--out", "--junit"):
+        done = run(agree, option, agree)
+        assert done.exit_code == 2
+        assert "is one of the results; write to another file" in done.stderr
+    assert agree.read_bytes() == before
+    done = run(agree, "--out", tmp_path / "x", "--junit", tmp_path / "x")
+    assert done.exit_code == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_left(agree: Path, tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target.html", "link.html", "pipe"))
+    target.write_text("old")
+    link.symlink_to(target)
+    assert run(agree, "-o", link).exit_code == 0
+    assert link.is_symlink() and target.read_text().startswith("<!doctype html>")
+    os.mkfifo(pipe)
+    assert "is no ordinary file" in run(agree, "-o", pipe).stderr
+    assert pipe.is_fifo()
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    data = agreeing() | {"status": "inconclusive", "reasons": ["\x1b]0;x\x07 \ud800 \u202e"]}
+    done = run(written(tmp_path, "odd", data))
+    assert done.exit_code == 2
+    assert "\\x1b]0;x\\x07 \\ud800 \\u202e" in done.stdout
+
+
+def written(folder: Path, name: str, data: dict[str, Any]) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(data))
+    return path
 
 
 def noisy_scores(size: float) -> dict[str, Any]:
@@ -187,17 +245,16 @@ def noisy_scores(size: float) -> dict[str, Any]:
     return judge([record]).to_json()
 
 
-def agreeing(predicted: float) -> dict[str, Any]:
-    """A bisection that agrees, in which rounding makes this gap (nat)."""
-    budget = RoundingBudget(predicted, {}, predicted, predicted, {}, 800)
+def agreeing(gap: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A bisection that agrees, with this gap."""
     verdict = Verdict(
         status="agree",
         gap=Gap(0.024, 0.0, 0.06, 0.08, 0.1, 800),
         culprits=(),
         ruled_out=(),
-        rounding_budget=budget,
+        rounding_budget=RoundingBudget(0.03, {}, 0.03, 0.03, {}, 800),
         coverage=Coverage(Points(10, ()), CoveredRows(800, 0)),
         next="",
         reasons=("the gap of 0.024 nat is rounding",),
     )
-    return verdict.to_json()
+    return verdict.to_json() | ({} if gap is None else {"gap": gap})

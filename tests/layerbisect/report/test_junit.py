@@ -12,7 +12,7 @@ import pytest
 from layerbisect.accuracy_summary import AccuracySummary, Miss, group
 from layerbisect.bisect.scores.report import PairReport, ScoreReport
 from layerbisect.bisect.verdict import Culprit, Gap, RuledOut, Status, Verdict
-from layerbisect.report.junit import junit_xml, visible
+from layerbisect.report.junit import junit_xml
 from layerbisect.report.results import (
     AccuracyResult,
     ReplayResult,
@@ -20,6 +20,7 @@ from layerbisect.report.results import (
     SelfTestResult,
     VerdictResult,
 )
+from layerbisect.wording import visible
 from tests.layerbisect.report.test_selftest import ACCUSED, AGREE, DROPPED, GUILTY, said_of
 from tests.layerbisect.test_cli_replay import errors, ran, replay_of
 
