@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerbisect.bisect.token_report import Column, Heatmap, Measure
+from layerbisect.bisect.token_report import Column, Heatmap, Measure, Unit
 
 COLUMNS = 512
 """So many columns a heatmap has at most."""
@@ -36,13 +36,15 @@ class HeatRows:
         return np.flatnonzero(first)
 
 
-def significant(values: Iterable[float]) -> tuple[float | None, ...]:
-    """Round to four significant digits; what is not finite becomes None."""
-    return tuple(float(f"{value:.4g}") if -np.inf < value < np.inf else None for value in values)
+def significant(values: Iterable[float], digits: int = 4) -> tuple[float | None, ...]:
+    """Round to so many significant digits; what is not finite becomes None."""
+    return tuple(
+        float(f"{value:.{digits}g}") if -np.inf < value < np.inf else None for value in values
+    )
 
 
 def reduce_rows(
-    measure: Measure, unit: str, values: Mapping[int, NDArray[np.float32]], rows: HeatRows
+    measure: Measure, unit: Unit, values: Mapping[int, NDArray[np.float32]], rows: HeatRows
 ) -> Heatmap | None:
     """Put neighbouring rows of a sequence together until there are `COLUMNS` columns or fewer.
 

@@ -29,6 +29,9 @@ from layerbisect.captures.format import SequenceInfo
 from layerbisect.captures.rows import parent_keys
 
 WORST = 20
+SCORE_DIGITS = 7
+"""Significant digits of a log-prob, as many as a float32 has: differences of those above -100 nat
+are then right to the fourth decimal, which is the last that is shown."""
 
 
 def token_report(
@@ -73,8 +76,11 @@ def _gaps(
     largest = at[np.argsort(-np.abs(difference[at]), kind="stable")[:WORST]]
     worst = []
     for one in largest.tolist():
-        ours, theirs, apart = (float(f"{v[one]:.4g}") for v in (first, second, difference))
+        ours, theirs, apart = significant(
+            [v[one] for v in (first, second, difference)], SCORE_DIGITS
+        )
         name = names[rows.sequence[one]]
+        assert ours is not None and theirs is not None and apart is not None
         worst.append(
             TokenGap(name, int(rows.position[one]), int(rows.token[one]), ours, theirs, apart)
         )
@@ -83,7 +89,7 @@ def _gaps(
 
 def _sequences(case: Case, names: tuple[str, ...]) -> tuple[SequenceTokens, ...]:
     chains = case.joined.chains
-    first, second = (significant(side.scores().tolist()) for side in case.sides)
+    first, second = (significant(side.scores().tolist(), SCORE_DIGITS) for side in case.sides)
     token = chains.token.tolist()
     ends = np.cumsum(chains.lengths, dtype=np.intp).tolist()
     after = _after(case.joined, ends)
@@ -98,7 +104,8 @@ def _sequences(case: Case, names: tuple[str, ...]) -> tuple[SequenceTokens, ...]
         if more is not None:
             joined = case.joined
             tokens = (*tokens, int(joined.score_rows.token[more]))
-            last = significant([joined.score_rollout[more], joined.score_trainer[more]])
+            pair = (joined.score_rollout[more], joined.score_trainer[more])
+            last = significant(pair, SCORE_DIGITS)
             scores = [(*one, value) for one, value in zip(scores, last, strict=True)]
         found.append(SequenceTokens(name, 0, tokens, scores[0], scores[1]))
     return tuple(found)

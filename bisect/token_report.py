@@ -1,6 +1,7 @@
 """What a verdict says of single tokens: how their gap is spread, and where in the layers it grows.
 
-Figures that are shown and not judged by; they are rounded to four significant digits.
+Figures that are shown and not judged by. They are rounded to four significant digits, and
+log-probs to seven, so that their differences are right to the last place that is shown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 Measure = Literal["carried gap", "stream"]
 """``carried gap``: absolute difference (nat) of the log-probs that a common tail reads out of both
 sides' states. ``stream``: difference of the two residual streams, relative to their size."""
+
+Unit = Literal["nat", "relative"]
+"""``relative``: a part of the stream's own size."""
 
 _DECADES = range(-5, 3)
 _STEPS = (1.0, 1.8, 3.2, 5.6)
@@ -94,7 +98,7 @@ class Heatmap:
     """
 
     measure: Measure
-    unit: str
+    unit: Unit
     boundaries: tuple[int, ...]
     columns: tuple[Column, ...]
     values: tuple[tuple[float | None, ...], ...]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _Record = TypeVar("_Record")
+_LARGEST = sys.float_info.max
 
 
 class Parser:
@@ -46,7 +48,7 @@ class Parser:
         elif annotation is float and self._lenient:
             if value is None:
                 return float("nan")
-            if type(value) in (int, float):
+            if type(value) in (int, float) and -_LARGEST <= value <= _LARGEST:
                 return float(value)
         elif origin is Literal:
             if value in args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from layerbisect.accuracy_summary import AccuracySummary, Group
 from layerbisect.report.blocks import Block, Cell, Chart, Section, Table
-from layerbisect.report.palette import ORANGE, SKY, figure, label
+from layerbisect.report.palette import ORANGE, SKY, distinct, figure, label, named_axis
 from layerbisect.wording import count
 
 
@@ -36,7 +36,7 @@ def accuracy_section(summary: AccuracySummary) -> Section:
 
 def _chart(of: str, groups: Sequence[Group], number: int) -> Chart:
     made = figure("right, % of cases", "")
-    names = [label(one.name) for one in groups]
+    names = distinct([label(one.name) for one in groups])
     made.add_bar(
         x=[_percent(one.right / one.total) for one in groups],
         y=names,
@@ -57,9 +57,7 @@ def _chart(of: str, groups: Sequence[Group], number: int) -> Chart:
         showlegend=False,
     )
     made.update_xaxes(range=[0, 101], ticksuffix=" %")
-    made.update_yaxes(
-        categoryorder="array", categoryarray=names, autorange="reversed", automargin=True
-    )
+    named_axis(made, names)
     rows = tuple(
         (
             Cell(one.name),

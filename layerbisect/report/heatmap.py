@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _TICKS = 10
 _NAME = 12
+_SCORE = 7
+"""Significant digits of a log-prob, as many as a report has."""
 _ZERO = 0.06
 """Part of the colour scale that stands for 0, below all others."""
 _LEAST = 0.05
@@ -67,8 +69,8 @@ def heatmap_data(block: HeatmapBlock, text: TokenText | None) -> dict[str, Any]:
             "name": one.name,
             "start": one.start,
             "tokens": list(one.tokens),
-            "first": [_short(value, 4) for value in one.first],
-            "second": [_short(value, 4) for value in one.second],
+            "first": [_short(value, _SCORE) for value in one.first],
+            "second": [_short(value, _SCORE) for value in one.second],
         }
     used = {token for one in block.tokens.sequences for token in one.tokens}
     shown = None

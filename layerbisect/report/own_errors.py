@@ -87,7 +87,7 @@ def _chart(verdict: Verdict, errors: Sequence[OperatorError]) -> Chart:
     if ringed:
         sides = list(verdict.labels)
         made.add_scatter(
-            name="convicted",
+            name=_judged(verdict),
             x=[_across(error, end) + (sides.index(error.side) - 0.5) * 0.3 for error in ringed],
             y=[max(error.own_error, _LEAST) for error in ringed],
             mode="markers",
@@ -183,13 +183,19 @@ def _table(verdict: Verdict, errors: Sequence[OperatorError]) -> Table:
             Cell(times(error.own_error), number=True, strong=error.convicted),
             Cell(times(error.floor), number=True),
             Cell(f"{error.rows:,}" if error.rows else "-", number=True),
-            Cell("convicted" if error.convicted else "rounding"),
+            Cell(_judged(verdict) if error.convicted else "rounding"),
         )
         for error in shown
     )
+    beyond = "The convicted" if verdict.status == "divergent" else "What is beyond rounding"
     more = f" ({len(convicted):,} in all)" if len(convicted) > _ROWS else ""
     return Table(
-        f"The convicted{more}, and the largest of each kind of operator and side",
+        f"{beyond}{more}, and the largest of each kind of operator and side",
         ("point", "operator", "side", "own error", "floor", "rows", "judged"),
         rows,
     )
+
+
+def _judged(verdict: Verdict) -> str:
+    """What is said of an operator that rounding does not explain: not every verdict convicts."""
+    return "convicted" if verdict.status == "divergent" else "beyond rounding"

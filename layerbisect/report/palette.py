@@ -7,6 +7,7 @@ the page's style sheet gives them one in light, dark and print.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +50,28 @@ def figure(x: str, y: str) -> Figure:
 def label(text: str) -> str:
     """Make text that a user gave safe in a chart, where plotly reads markup."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Number names that come again, which would else be one line of a chart."""
+    seen: dict[str, int] = {}
+    made: list[str] = []
+    for name in names:
+        told = name
+        while told in seen:
+            seen[name] += 1
+            told = f"{name} ({seen[name]})"
+        seen[told] = 1
+        made.append(told)
+    return made
+
+
+def named_axis(made: Figure, names: Sequence[str]) -> None:
+    """Make the lines of a chart those names, from the top, even if they look like dates."""
+    made.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=list(names),
+        autorange="reversed",
+        automargin=True,
+    )

@@ -10,7 +10,7 @@ from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Errors, Replay, Result
 from layerbisect.replay_words import columns, figures, finding, varies
 from layerbisect.report.blocks import Block, Cell, Chart, Facts, Section, Table
-from layerbisect.report.palette import BLUE, GREY, ORANGE, figure, label
+from layerbisect.report.palette import BLUE, GREY, ORANGE, distinct, figure, label, named_axis
 from layerbisect.terminal.replay import engine_words, not_run, notes, shown, where_words
 from layerbisect.wording import count, percent, times
 
@@ -104,26 +104,29 @@ def _drawn(errors: Errors | None) -> bool:
 
 def _worst(errors: Errors) -> float:
     """The error of the worst row, in units of rounding."""
-    return max((row.ratio for row in errors.worst), default=errors.ratio)
+    finite = (row.ratio for row in errors.worst if math.isfinite(row.ratio))
+    return max(finite, default=errors.ratio)
 
 
 def _chart(replay: Replay, number: int, title: str) -> Chart:
-    rows = [(one, errors) for one, errors in _rows(replay) if errors and _drawn(errors)]
+    drawn = [(one, errors) for one, errors in _rows(replay) if errors and _drawn(errors)]
+    names = distinct([label(one.name) for one, _ in drawn])
+    rows = [(name, errors) for name, (_, errors) in zip(names, drawn, strict=True)]
     made = figure("error, times rounding (logarithmic)", "")
-    for one, errors in rows:
+    for name, errors in rows:
         made.add_scatter(
             x=[max(value, _LEAST) for value in (errors.median, _worst(errors))],
-            y=[label(one.name)] * 2,
+            y=[name] * 2,
             mode="lines",
             line={"color": GREY, "width": 2},
             hoverinfo="skip",
             showlegend=False,
         )
-    for convicted, name, colour, symbol in (
+    for convicted, what, colour, symbol in (
         (False, "95th percentile of rows, within rounding", BLUE, "circle"),
         (True, "95th percentile, beyond rounding", ORANGE, "x"),
     ):
-        _dots(made, name, [r for r in rows if r[1].convicted == convicted], _ratio, colour, symbol)
+        _dots(made, what, [r for r in rows if r[1].convicted == convicted], _ratio, colour, symbol)
     _dots(made, "median row", rows, lambda errors: errors.median, GREY, "line-ns-open")
     _dots(made, "worst row", rows, _worst, GREY, "circle-open")
     largest = max(max(_worst(errors) for _, errors in rows), EXCESS_RATIO)
@@ -137,10 +140,7 @@ def _chart(replay: Replay, number: int, title: str) -> Chart:
         ticktext=[f"{tick:,g}x" for tick in ticks],
         range=[math.log10(0.3), math.log10(largest * 1.6)],
     )
-    names = [label(one.name) for one, _ in rows]
-    made.update_yaxes(
-        categoryorder="array", categoryarray=names, autorange="reversed", automargin=True
-    )
+    named_axis(made, names)
     height = 150 + 26 * len(rows)
     reading = f"{_sentence(f'{replay.status}: {finding(replay)}')} {_reading(replay)}"
     return Chart(f"replay-{number}", title, reading, made, height=height)
@@ -148,19 +148,19 @@ def _chart(replay: Replay, number: int, title: str) -> Chart:
 
 def _dots(
     made: object,
-    name: str,
-    rows: Sequence[tuple[Result, Errors]],
+    what: str,
+    rows: Sequence[tuple[str, Errors]],
     value: Callable[[Errors], float],
     colour: str,
     symbol: str,
 ) -> None:
-    found = [(one, value(errors)) for one, errors in rows if math.isfinite(value(errors))]
+    found = [(name, value(errors)) for name, errors in rows if math.isfinite(value(errors))]
     if not found:
         return
     made.add_scatter(  # type: ignore[attr-defined]
-        name=name,
+        name=what,
         x=[max(size, _LEAST) for _, size in found],
-        y=[label(one.name) for one, _ in found],
+        y=[name for name, _ in found],
         mode="markers",
         marker={
             "color": colour,
@@ -169,7 +169,7 @@ def _dots(
             "line": {"color": colour, "width": 2},
         },
         customdata=[times(size) for _, size in found],
-        hovertemplate=f"%{{y}}, {name}: %{{customdata}}<extra></extra>",
+        hovertemplate=f"%{{y}}, {what}: %{{customdata}}<extra></extra>",
     )
 
 

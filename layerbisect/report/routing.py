@@ -19,6 +19,8 @@ from layerbisect.report.palette import (
     PURPLE,
     SKY,
     figure,
+    label,
+    named_axis,
 )
 from layerbisect.terminal.routing import (
     EXAMPLES,
@@ -249,8 +251,9 @@ def _number(value: float | None) -> str:
 def _split(split: GapSplit, rollout: str) -> Chart:
     made = figure("part of the gap, nat", "")
     names = list(split.parts)
+    shown = [label(name) for name in names]
     looks = ((BLUE, "/"), (GREEN, "-"), (GREY, "."), (PURPLE, "\\"))
-    for (name, size), (colour, pattern) in zip(split.parts.items(), looks, strict=False):
+    for name, size, (colour, pattern) in zip(shown, split.parts.values(), looks, strict=False):
         made.add_bar(
             name=name,
             x=[size],
@@ -263,7 +266,7 @@ def _split(split: GapSplit, rollout: str) -> Chart:
             hovertemplate="%{y}: %{x:.4g} nat<extra></extra>",
             showlegend=False,
         )
-    made.update_yaxes(autorange="reversed", automargin=True)
+    named_axis(made, shown)
     told = split_sentence(split, rollout)
     largest = max(names, key=lambda name: split.parts[name])
     reading = (

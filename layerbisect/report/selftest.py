@@ -3,17 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from layerbisect.bisect.verdict import Status
+from layerbisect.bisect.verdict_json import record_from_json
+from layerbisect.demo import Planted
 from layerbisect.report.blocks import Block, Cell, Facts, Section, Table
+from layerbisect.selftest import LeftOut, Setting
 from layerbisect.terminal.selftest import left_out_words, place
 from layerbisect.wording import count
+
+
+@dataclass(frozen=True, slots=True)
+class SaidCulprit:
+    """Whom a run's verdict names."""
+
+    layer: int | None
+    point: str
+    operator: str | None
+    side: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaidRun:
+    """A run, as its JSON has it; ``planted`` is None of the clean pair."""
+
+    planted: Planted | None
+    status: Status
+    reasons: tuple[str, ...]
+    culprits: tuple[SaidCulprit, ...]
+    right: bool
+    mistakes: tuple[str, ...]
+    seconds: float
+    captures: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaidSelfTest:
+    """A self-test, as its JSON has it."""
+
+    passed: bool
+    found: int
+    planted: int
+    wanted: int
+    clean_accused: bool
+    setting: Setting
+    tried: tuple[SaidRun, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def said_selftest(data: Mapping[str, Any]) -> SaidSelfTest:
+    """Check what `layerbisect selftest --json` printed, and that its sums are those of its runs.
+
+    Raises ValueError, which names the field, where it did not.
+    """
+    said = record_from_json(SaidSelfTest, data)
+    if not said.tried or said.tried[0].planted is not None:
+        raise ValueError("tried: the clean pair must come first")
+    clean, *runs = said.tried
+    if any(run.planted is None for run in runs):
+        raise ValueError("tried: a run after the clean pair must have something planted")
+    sums = {
+        "passed": all(run.right for run in said.tried),
+        "found": sum(run.right for run in runs),
+        "planted": len(runs),
+        "clean_accused": not clean.right,
+    }
+    for name, wanted in sums.items():
+        if getattr(said, name) != wanted:
+            raise ValueError(f"{name}: the runs make it {wanted}, got {getattr(said, name)}")
+    return said
 
 
 def selftest_section(data: Mapping[str, Any]) -> Section:
     """Every run of what `layerbisect selftest --json` printed, and what could not be planted.
 
-    Raises KeyError or TypeError where the data is of something else.
+    ``data`` is of `said_selftest`'s shape.
     """
     blocks: list[Block] = [_runs(data)]
     if data["left_out"]:

@@ -34,12 +34,23 @@ ERRORS = (
 
 
 def test_convicted_operator_is_ringed_and_named_beside_the_largest_other() -> None:
-    found = dataclasses.replace(verdict(), own_errors=ERRORS)
+    found = dataclasses.replace(verdict(), own_errors=ERRORS, status="divergent")
     chart = charts(own_error_section(found))["own-error"]
     assert "1 operator: the largest is layers.8.attn.q on the rollout side at 162x" in chart.reading
     assert "No other is above 1.4x (layers.0.attn.q, trainer)" in chart.reading
     ring = next(trace for trace in chart.figure.data if trace.name == "convicted")
     assert list(ring.y) == [162.0]
+
+
+def test_a_verdict_that_accuses_nobody_convicts_no_operator() -> None:
+    found = dataclasses.replace(verdict(), own_errors=ERRORS, status="inconclusive")
+    section = own_error_section(found)
+    names = [trace.name for trace in charts(section)["own-error"].figure.data]
+    assert "beyond rounding" in names and "convicted" not in names
+    assert section is not None
+    (table,) = (block for block in section.blocks if isinstance(block, Table))
+    assert table.caption.startswith("What is beyond rounding, and the largest of each kind")
+    assert {row[-1].text for row in table.rows} == {"beyond rounding", "rounding"}
 
 
 def test_what_is_no_layers_stands_before_or_after_them() -> None:
