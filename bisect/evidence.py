@@ -18,6 +18,7 @@ from layerbisect.bisect.ends import end_errors
 from layerbisect.bisect.join import repeats
 from layerbisect.bisect.metrics import score_gap
 from layerbisect.bisect.own_error import own_errors
+from layerbisect.bisect.qkv import settled
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.routing import compare_routes
 from layerbisect.bisect.routing_report import Routing
@@ -148,7 +149,7 @@ def _own_errors(case: Case) -> dict[str, list[OwnError]]:
             found += own_errors(case.model, side, [layer])
             done += 1
             case.progress.advance(done)
-        errors[side.label] = found + end_errors(case.model, side)
+        errors[side.label] = settled(found) + end_errors(case.model, side)
     return errors
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 
 import numpy as np
 
+from layerbisect.bisect.config_differences import config_in, told_apart
 from layerbisect.bisect.reference import ReferenceModel
 from layerbisect.bisect.side import Side
 from layerbisect.captures.errors import LayerBisectError, ModelDirectoryError
@@ -54,10 +56,17 @@ def check_same_model(rollout: Capture, trainer: Capture) -> None:
             raise LayerBisectError(
                 f"the captures are of different models: a row of {name} has shape {list(mine)} in "
                 f"{rollout.directory}, and one of {other} {list(yours)} in {trainer.directory}"
+                + told_apart(
+                    rollout.info.model_config,
+                    trainer.info.model_config,
+                    (f"{rollout.label}'s configuration", f"{trainer.label}'s"),
+                )
             )
 
 
-def check_model_fits(model: ReferenceModel, directory: object, capture: Capture) -> None:
+def check_model_fits(
+    model: ReferenceModel, directory: str | PathLike[str], capture: Capture
+) -> None:
     """Raise ModelDirectoryError when the model directory is not of the captured model's shape."""
     for name, captured in _sizes(capture).items():
         ours = next(key for key, names in _SIZES.items() if name in names)
@@ -73,8 +82,13 @@ def check_model_fits(model: ReferenceModel, directory: object, capture: Capture)
         if shape != expected:
             raise ModelDirectoryError(
                 f"the model directory does not fit: a row of {name} has shape {list(shape)} in "
-                f"{capture.directory}, and {directory} makes it {list(expected)}; give the "
-                "checkpoint that was captured"
+                f"{capture.directory}, and {directory} makes it {list(expected)}"
+                + told_apart(
+                    capture.info.model_config,
+                    config_in(directory),
+                    (f"{capture.label}'s configuration", "the directory's"),
+                )
+                + "; give the checkpoint that was captured"
             )
     if capture.vocab is not None and capture.vocab != model.config.vocab:
         raise ModelDirectoryError(

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from layerbisect.bisect.case import Case
+from layerbisect.bisect.config_differences import with_settings
 from layerbisect.bisect.differences import Comparison, point_differences
 from layerbisect.bisect.evidence import Evidence, gather
 from layerbisect.bisect.gate import (
@@ -98,7 +99,10 @@ def bisect(
         judgement = weigh(evidence)
     case.progress.done()
     verdict = _verdict(case, compared, evidence, judgement, split)
-    return verdict if kept is None else with_record(verdict, *kept, captures)
+    if kept is not None:
+        verdict = with_record(verdict, *kept, captures)
+    ours, theirs = case.sides
+    return with_settings(verdict, (ours.capture, theirs.capture), model)
 
 
 def _open(

@@ -35,10 +35,8 @@ def own_errors(model: ReferenceModel, side: Side, layers: Iterable[int]) -> list
                 error = judge_dispatch(points)
             else:
                 error = _judge(points, suffix)
-                if suffix in ("attn.q", "attn.k") and error.convicted and error.rows:
-                    error = part(points, suffix, error)
             inside.append(error)
-        found += acquit_weights(points, acquit_shared_turn(points, inside))
+        found += acquit_weights(points, acquit_shared_turn(points, part(points, inside)))
     return found
 
 

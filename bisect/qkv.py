@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from layerbisect.bisect.norm_eps import apart, others_err_by, scaled_or_shrunk
 from layerbisect.bisect.operators import LayerPoints
 from layerbisect.bisect.precision import FULL
-from layerbisect.kernels.judging.measure import Output, measure, quantile
+from layerbisect.bisect.side_culprits import is_everywhere
+from layerbisect.kernels.judging.measure import Output, measure
 from layerbisect.kernels.judging.own_error import EXCESS_RATIO, EXCESS_ROWS, MEDIAN_RATIO, OwnError
 from layerbisect.kernels.judging.residuals import unit_roundoff
 from layerbisect.kernels.judging.where import heads_in_error
@@ -26,18 +28,41 @@ _SEQUENCE_ROWS = 256
 _TINY = 1e-30
 _SAME_FACTOR = 1e-4
 """Two factors that differ by less are one."""
+_EITHER = ("norm", "rope")
+"""What made queries and keys err where the q/k norms and the rotation explain it equally."""
 
 
-def part(points: LayerPoints, suffix: str, convicted: OwnError) -> OwnError:
-    """Name the operator behind a convicted ``attn.q`` or ``attn.k``, as far as it can be told."""
-    operator, why = _part(points, suffix, convicted)
+def part(points: LayerPoints, errors: Sequence[OwnError]) -> list[OwnError]:
+    """Name the operator behind convicted queries and keys of a layer, as far as it can be told.
+
+    ``errors`` are those of all the layer's operators, which are returned.
+    """
+    suffixes = {points.name(suffix): suffix for suffix in ("attn.q", "attn.k")}
+    return [
+        _parted(points, suffixes[error.point], error, errors)
+        if error.point in suffixes and error.convicted and error.rows
+        else error
+        for error in errors
+    ]
+
+
+def _parted(
+    points: LayerPoints, suffix: str, convicted: OwnError, errors: Sequence[OwnError]
+) -> OwnError:
+    operator, why = _part(points, suffix, convicted, errors)
+    if not why:
+        # the projection before them is right
+        return replace(convicted, operator="norm", covers=_EITHER)
     if operator == "linear" and points.hidden(suffix):
         # the norm before the projection is not seen either
         return convicted
     return replace(convicted, operator=operator, parted=why)
 
 
-def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, str]:
+def _part(
+    points: LayerPoints, suffix: str, convicted: OwnError, errors: Sequence[OwnError]
+) -> tuple[str, str]:
+    """Name the operator, and say why; "" where it may be the q/k norms or the rotation."""
     captured = points.captured(suffix)
     assert captured is not None
     rows = convicted.flat_rows
@@ -57,15 +82,39 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
             gains=("all", "head"),
         )
     )
-    if not lengths.convicted:
-        return "rope", (
-            "the lengths of the rotated pairs are right "
-            f"({lengths.ratio:.1f}x rounding) and their angles are not"
-        )
+    turned = (
+        "the lengths of the rotated pairs are right "
+        f"({lengths.ratio:.1f}x rounding) and their angles are not"
+    )
+    # what nothing but a gain convicts is not known to be turned
+    if not lengths.convicted and (convicted.far_off or convicted.nonfinite):
+        return "rope", turned
     hit = convicted.row_ratio > EXCESS_RATIO
     rows = rows[hit] if int(hit.sum()) >= EXCESS_ROWS else rows
-    turned = _other_rotation(points, suffix, rows)
-    if turned:
+    paired = _in_neighbours(points, suffix, rows) if lengths.convicted else ""
+    if paired:
+        return "rope", paired
+    factor, rounding = _same_factor(points, suffix, rows)
+    if factor is not None:
+        cause, change = scaled_or_shrunk(points, factor, rows, rounding)
+        if cause == "rope":
+            return "rope", (
+                f"all queries and keys are {factor:.4g} times what they should be, alike: cosine "
+                "and sine are (a scaled embedding's attention factor), for q/k norms and "
+                "projections are two each"
+            )
+        if cause == "norm":
+            return "norm", (
+                f"an eps of both q/k norms that is off by {change:+.4g} explains it, and a factor "
+                "that is the same for all queries and keys does not"
+            )
+        if others_err_by(points, change, errors):
+            return "norm", (
+                f"an eps of both q/k norms that is off by {change:+.4g} explains it, and another "
+                "norm of the layer errs by the same"
+            )
+        return "norm", ""
+    if not lengths.convicted:
         return "rope", turned
     if points.model.config.qk_norm:
         # of rows and heads that are right, a norm explains all, with other weights; one head's
@@ -90,45 +139,61 @@ def _part(points: LayerPoints, suffix: str, convicted: OwnError) -> tuple[str, s
     return "linear", "neither a rotation nor a norm explains it"
 
 
-def _other_rotation(points: LayerPoints, suffix: str, rows: torch.Tensor) -> str:
-    """Say how the rotary embedding itself changed lengths, "" where it did not."""
+def settled(errors: Sequence[OwnError]) -> list[OwnError]:
+    """Let layers that tell the q/k norms from the rotation speak for those of a side that cannot.
+
+    ``errors`` are those of all layers, which are returned. They speak where they are most layers.
+    """
+    told = [e for e in errors if e.parted and not e.acquitted and e.operator in _EITHER]
+    named = {e.operator for e in told}
+    layers = len({e.layer for e in errors})
+    if len(named) != 1 or not is_everywhere(len({e.layer for e in told}), layers):
+        return list(errors)
+    operator = named.pop()
+    why = f"q/k norms and rotation explain it equally here, and in other layers {operator} alone"
+    return [replace(e, operator=operator, parted=why) if e.covers == _EITHER else e for e in errors]
+
+
+def _in_neighbours(points: LayerPoints, suffix: str, rows: torch.Tensor) -> str:
+    """Say that the rotary embedding turned other pairs of channels, "" where it did not."""
     captured, exact = points.captured(suffix), points.compute(suffix)
     assert captured is not None
-    low = points.compute(suffix, points.side.low)
-    rounding = MEDIAN_RATIO * _apart(low[rows], exact[rows])
     positions = torch.from_numpy(points.side.chains.position)
     before = points.model.rotate(exact, positions, inverse=True)
-    if _apart(_neighbour_lengths(captured[rows]), _neighbour_lengths(before[rows])) < rounding:
-        return (
-            "the lengths of neighbouring channels are right as they were before the rotation: it "
-            "turned channels 2i and 2i+1 together, not i and i + half"
-        )
+    found = apart(_neighbour_lengths(captured[rows]), _neighbour_lengths(before[rows]))
+    if found >= _rounding(points, suffix, rows):
+        return ""
+    return (
+        "the lengths of neighbouring channels are right as they were before the rotation: it "
+        "turned channels 2i and 2i+1 together, not i and i + half"
+    )
+
+
+def _same_factor(
+    points: LayerPoints, suffix: str, rows: torch.Tensor
+) -> tuple[float | None, float]:
+    """Find the factor by which all queries and keys are off alike, None where there is none.
+
+    Returned with by how much rounding sets values apart.
+    """
+    rounding = _rounding(points, suffix, rows)
     factors = []
     for name in ("attn.q", "attn.k"):
         values, right = points.captured(name), points.compute(name)
         if values is None:
-            return ""
+            return None, rounding
         values, right = values[rows].double(), right[rows].double()
         factors.append(float((values * right).sum() / right.square().sum().clamp_min(_TINY)))
-        if _apart(values, factors[-1] * right) >= rounding:
-            return ""
+        if apart(values, factors[-1] * right) >= rounding:
+            return None, rounding
     first, second = factors
-    if abs(first - second) > max(unit_roundoff(points.side.dtype), _SAME_FACTOR) * abs(first):
-        return ""
-    return (
-        f"all queries and keys are {first:.4g} times what they should be, alike: cosine and sine "
-        "are (a scaled embedding's attention factor), for q/k norms and projections are two each"
-    )
+    same = max(unit_roundoff(points.side.dtype), _SAME_FACTOR) * abs(first)
+    return (first if abs(first - second) <= same else None), rounding
 
 
-def _apart(values: torch.Tensor, right: torch.Tensor) -> float:
-    """Difference relative to the size of what is right, in nearly all rows: in a tenth it is more.
-
-    A fault in some rows alone must not pass for none.
-    """
-    off = (values.double() - right.double()).flatten(1).square().mean(1).sqrt()
-    size = right.double().flatten(1).square().mean(1).sqrt().clamp_min(_TINY)
-    return quantile(off / size, 0.9)
+def _rounding(points: LayerPoints, suffix: str, rows: torch.Tensor) -> float:
+    low = points.compute(suffix, points.side.low)
+    return MEDIAN_RATIO * apart(low[rows], points.compute(suffix)[rows])
 
 
 def acquit_shared_turn(points: LayerPoints, errors: Sequence[OwnError]) -> list[OwnError]:

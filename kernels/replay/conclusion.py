@@ -15,10 +15,15 @@ _NAMED = 3
 
 
 def conclude(
-    label: str, operator: str, engine: Errors | None, results: Sequence[Result], acquitted: str
+    label: str,
+    covers: Sequence[str],
+    engine: Errors | None,
+    results: Sequence[Result],
+    acquitted: str,
 ) -> tuple[Status, str]:
     """Say whether rounding explains what the engine returned, and who computes the same.
 
+    ``covers`` are the operators that were replayed together.
     Where that is not known the implementations alone are judged, and one that errs convicts.
     """
     ran = [one for one in results if one.errors is not None and one.name != REFERENCE]
@@ -32,7 +37,7 @@ def conclude(
         if all(one.name == REFERENCE for one in results):
             # nobody asked for another
             return "convicted", _errs(label, engine)
-        return "convicted", _convicted(label, operator, engine, ran, guilty, same)
+        return "convicted", _convicted(label, covers, engine, ran, guilty, same)
     return "acquitted", _acquitted(label, engine, ran, guilty, same, acquitted)
 
 
@@ -53,7 +58,7 @@ def _errs(label: str, engine: Errors) -> str:
 
 def _convicted(
     label: str,
-    operator: str,
+    covers: Sequence[str],
     engine: Errors,
     ran: Sequence[Result],
     guilty: Sequence[str],
@@ -77,7 +82,7 @@ def _convicted(
     others = f", though {_names(guilty)} {err} otherwise" if guilty else ""
     return (
         f"{found}; {right} of {len(ran)} implementations {compute} the same input right"
-        f"{others}: a bug in its {operator}, not rounding"
+        f"{others}: a bug in its {_any_of(covers)}, not rounding"
     )
 
 
@@ -120,6 +125,12 @@ def _return(names: Sequence[str]) -> str:
 
 def _do(ran: Sequence[Result]) -> str:
     return "do all of" if ran[1:] else "does"
+
+
+def _any_of(covers: Sequence[str]) -> str:
+    """Name a stretch's operators, of which a replay cannot tell which one errs."""
+    *others, last = covers
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _names(names: Sequence[str]) -> str:

@@ -135,7 +135,7 @@ def report(
     """
     status: Status = "inconclusive"
     if not reason:
-        status, reason = conclude(bundle.label, bundle.operator, engine, results, bundle.acquitted)
+        status, reason = conclude(bundle.label, bundle.covers, engine, results, bundle.acquitted)
         if aside := _aside(bundle, usable):
             reason += f"; {aside}"
     rows = len(usable.observed)

@@ -42,15 +42,16 @@ def refused(clean: Clean, kind: type[LayerBisectError] | None = None, /, **given
 
 
 def unjudged(clean: Clean, **given: Path) -> str:
-    """Bisect with some inputs replaced, which must be inconclusive, and return the one reason."""
+    """Bisect with some inputs replaced, which must be inconclusive, and return the reasons."""
     inputs = {"rollout": clean.rollout, "trainer": clean.trainer, "model": clean.model} | given
     verdict = bisect(inputs["rollout"], inputs["trainer"], model=inputs["model"])
     assert verdict.status == "inconclusive" and verdict.exit_code == 2 and not verdict
     assert verdict.culprits == ()
     json.dumps(verdict.to_json(), allow_nan=False)
-    (reason,) = verdict.reasons
+    reason, *settings = verdict.reasons
+    assert all(", and the model directory has " in said for said in settings)
     assert verdict.next
-    return sentence(reason)
+    return "\n".join(map(sentence, (reason, *settings)))
 
 
 def sentence(text: str) -> str:
@@ -365,22 +366,27 @@ def _settings(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "name"),
     [
-        _settings(rms_norm_eps=1e-2),
-        _settings(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-        _settings(norm_topk_prob=False),
-        _settings(tie_word_embeddings=True),
+        (_settings(rms_norm_eps=1e-2), "rms_norm_eps"),
+        (
+            _settings(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+            "rope_theta",
+        ),
+        (_settings(norm_topk_prob=False), "norm_topk_prob"),
+        (_settings(tie_word_embeddings=True), "tie_word_embeddings"),
     ],
     ids=["eps", "rope", "top-k", "tied"],
 )
 def test_other_settings_accuse_nobody(
-    clean: Clean, change: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path
+    clean: Clean, change: Callable[[dict[str, Any]], dict[str, Any]], name: str, tmp_path: Path
 ) -> None:
     other = shutil.copytree(clean.model, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(change(config)))
-    assert "does not hold the weights or the settings" in unjudged(clean, model=other)
+    said, setting = unjudged(clean, model=other).splitlines()
+    assert "does not hold the weights or the settings" in said
+    assert setting.startswith(f"both sides ran with {name} ")
 
 
 # --- what is seen less well is still judged

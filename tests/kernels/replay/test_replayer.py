@@ -134,6 +134,14 @@ def test_an_engine_that_errs_is_convicted_and_the_one_that_errs_so_is_named(
     assert "are the weights and attributes of the bundle those that it ran?" in like_it.conclusion
 
 
+def test_of_several_operators_none_is_named_alone(bundles: dict[str, Bundle]) -> None:
+    clean = bundles["attn.q"]
+    wrong = replace(clean, captured={"attn.q": 1.05 * clean.captured["attn.q"]})
+    found = run(wrong, "right")
+    assert found.status == "convicted"
+    assert found.conclusion.endswith("right: a bug in its linear, norm or rope, not rounding")
+
+
 def scaled_output(bundle: Bundle) -> Bundle:
     """Give a bundle of attn.out the output that a wrong factor makes."""
     x, weight = bundle.inputs["attn.context"], bundle.weights["self_attn.o_proj.weight"]
