@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from layerbisect.report.results import Result
 
 _LARGEST = 1e100
-"""Whatever a command measures is far smaller, and squares and sums of such numbers are finite."""
+"""No log-prob and no difference is nearly as large, nor as small as one over it, and squares
+between the two are neither infinite nor 0."""
+_NATS = frozenset(
+    (
+        *("mae", "signed_mean", "edges", "first", "second", "difference", "tolerance", "maes"),
+        *("floors", "values", "carried_in", "carried_out", "predicted_gap", "shares", "whole"),
+        *("quadrature", "distances", "own", "forced", "forced_with_weights", "parts", "k1"),
+    )
+)
+"""What is measured in nats. A ratio may be of any size: its divisor may be nearly 0."""
 _WHOLE = 2**53
 """Whole numbers beyond it are not exact in a page."""
 _SIGNED = frozenset(("token", "tokens"))
@@ -86,6 +95,8 @@ def _verdict(verdict: Verdict) -> None:
             _side(side, labels, f"layers[{number}]")
     if verdict.gap is not None:
         _gap(verdict.gap, "gap")
+    if verdict.probe is not None:
+        _nats(verdict.probe.floor, "probe.floor")
     if verdict.status == "agree":
         _agrees(verdict)
     if verdict.routing is not None:
@@ -116,6 +127,7 @@ def _gap(gap: Gap, where: str) -> None:
         for name in ("mae", "signed_mean", "p95", "p99", "max"):
             value = getattr(gap, name)
             _hold(math.isfinite(value), f"{where}.{name}", "it must be a finite number", value)
+            _nats(value, f"{where}.{name}")
 
 
 def _routing(routing: Routing) -> None:
@@ -130,8 +142,8 @@ def _routing(routing: Routing) -> None:
             _hold(same, f"{where}.explained.causes", f"they are {', '.join(CAUSES)}", list(causes))
     if routing.split is not None:
         _hold(bool(routing.split.parts), "routing.split.parts", "there must be some", {})
-        for name, part in routing.split.parts.items():
-            where = f"routing.split.parts[{name!r}]"
+        for part_of, part in routing.split.parts.items():
+            where = f"routing.split.parts[{part_of!r}]"
             _hold(math.isfinite(part), where, "it must be a finite number", part)
 
 
@@ -222,7 +234,7 @@ def _accuracy(summary: AccuracySummary) -> None:
 
 
 def _numbers(value: Any, where: str, name: str = "") -> None:
-    """Refuse numbers that are too large for anything measured, and signs of what has none."""
+    """Refuse numbers of a size that nothing measured has, and signs of what has none."""
     if isinstance(value, bool | str) or value is None:
         return
     if isinstance(value, int):
@@ -230,7 +242,8 @@ def _numbers(value: Any, where: str, name: str = "") -> None:
         _hold(value >= 0 or name in _SIGNED, where, "it must be 0 or more", value)
     elif isinstance(value, float):
         # nan is what was not finite
-        _hold(not abs(value) > _LARGEST, where, "it is too large", value)
+        if name in _NATS:
+            _nats(value, where)
         _hold(not (value < 0 and name in _SIZES), where, "it must be 0 or more", value)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -241,6 +254,11 @@ def _numbers(value: Any, where: str, name: str = "") -> None:
     elif isinstance(value, Sequence):
         for number, one in enumerate(value):
             _numbers(one, f"{where}[{number}]", name)
+
+
+def _nats(value: float, where: str) -> None:
+    _hold(not abs(value) > _LARGEST, where, "it is too large", value)
+    _hold(not 0 < abs(value) < 1 / _LARGEST, where, "it is too near 0", value)
 
 
 def _long(values: Sequence[object], wanted: int, where: str, each: str) -> None:

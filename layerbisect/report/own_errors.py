@@ -114,7 +114,8 @@ def _chart(verdict: Verdict, errors: Sequence[OperatorError]) -> Chart:
 def _ticks(sizes: Sequence[float]) -> list[float]:
     low, high = (math.log10(size) for size in (min(sizes, default=1), max(sizes, default=1)))
     steps = (1.0,) if high - low > 3 else (1.0, 2.0, 5.0)
-    decades = range(math.floor(low), math.ceil(high) + 1)
+    # beyond that there are no floats to write
+    decades = range(math.floor(low), min(math.ceil(high), 300) + 1)
     return [step * 10.0**decade for decade in decades for step in steps]
 
 

@@ -129,7 +129,8 @@ def _chart(replay: Replay, number: int, title: str) -> Chart:
         _dots(made, what, [r for r in rows if r[1].convicted == convicted], _ratio, colour, symbol)
     _dots(made, "median row", rows, lambda errors: errors.median, GREY, "line-ns-open")
     _dots(made, "worst row", rows, _worst, GREY, "circle-open")
-    largest = max(max(_worst(errors) for _, errors in rows), EXCESS_RATIO)
+    # ticks and ends beyond that are no floats
+    largest = min(max(max(_worst(errors) for _, errors in rows), EXCESS_RATIO), 1e300)
     decades = range(1, math.ceil(math.log10(largest)) + 1)
     ticks = [1.0, EXCESS_RATIO, *(10.0**decade for decade in decades)]
     for at, dash in ((1.0, "solid"), (EXCESS_RATIO, "dash")):

@@ -62,6 +62,9 @@ def said_selftest(data: Mapping[str, Any]) -> SaidSelfTest:
     if not said.tried or said.tried[0].planted is not None:
         raise ValueError("tried: the clean pair must come first")
     clean, *runs = said.tried
+    for number, run in enumerate(said.tried):
+        if not run.seconds >= 0:
+            raise ValueError(f"tried[{number}].seconds: they were counted, got {run.seconds}")
     if any(run.planted is None for run in runs):
         raise ValueError("tried: a run after the clean pair must have something planted")
     sums = {
