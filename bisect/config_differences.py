@@ -6,8 +6,10 @@ What differs accuses nobody: it says where to look, and why shapes differ.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ _PLAIN = (
 # silent of it
 _OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _APART = ("rope_theta", "partial_rotary_factor")
+_SAME = 1e-6
+"""Numbers that went through float32 on their way into a configuration differ by less."""
 MODEL = "the model directory"
 
 
@@ -59,14 +63,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = config.get(name) if given.get(name) is None else given[name]
     found["rope_type"] = given.get("rope_type") or given.get("type") or "default"
     if found["rope_type"] != "default":
-        inside = set(given) - {"rope_type", "type", *_APART}
+        inside = [name for name in given if name not in ("rope_type", "type", *_APART)]
         found |= {f"rope_scaling {name}": given[name] for name in inside}
     return found
 
 
 def apart(first: Settings, second: Settings) -> list[str]:
     """List the settings that both have, and not the same."""
-    return [name for name in first if name in second and first[name] != second[name]]
+    return [name for name in first if name in second and not _alike(first[name], second[name])]
 
 
 def told_apart(first: Mapping[str, Any], second: Mapping[str, Any], named: tuple[str, str]) -> str:
@@ -97,7 +101,7 @@ def with_settings(
     names = [
         name
         for name in dict.fromkeys([*first, *second])
-        if len({found[name] for found in (first, second, model) if name in found}) > 1
+        if any(name in apart(*two) for two in combinations((first, second, model), 2))
     ]
     if not names:
         return verdict
@@ -119,9 +123,11 @@ def with_settings(
 
 def _sentence(name: str, sides: Mapping[str, Settings], model: Settings) -> str:
     given = {label: found[name] for label, found in sides.items() if name in found}
-    off = {label: v for label, v in given.items() if name not in model or v != model[name]}
+    off = {
+        label: v for label, v in given.items() if name not in model or not _alike(v, model[name])
+    }
     (label, value), *more = off.items()
-    if more and more[0][1] == value:
+    if more and _alike(more[0][1], value):
         said = f"both sides ran with {name} {_shown(value)}"
     else:
         said = f"{label} ran with {name} {_shown(value)}"
@@ -129,5 +135,13 @@ def _sentence(name: str, sides: Mapping[str, Settings], model: Settings) -> str:
     return said + (f", and {MODEL} has {_shown(model[name])}" if name in model else "")
 
 
+def _alike(first: Setting, second: Setting) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    return math.isclose(first, second, rel_tol=_SAME)
+
+
 def _shown(value: Setting) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -103,6 +103,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
             {"use_sliding_window": False, "sliding_window": None},
         ),
         ({"head_dim": None}, {"head_dim": 128}),
+        ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 9.999999747378752e-06}),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {"rope_theta": 1e4}),
         ({}, {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}}),
     ],
@@ -118,7 +119,7 @@ def test_two_spellings_of_one_setting(older: dict[str, Any], newer: dict[str, An
         (
             {"rope_theta": 1e4},
             {"rope_parameters": {"rope_theta": 1e6}},
-            "; rope_theta is 10000.0 in one and 1000000.0 in the other",
+            "; rope_theta is 10000 in one and 1e+06 in the other",
         ),
         (
             {"rope_theta": 1e6, "rope_scaling": None},
@@ -128,7 +129,7 @@ def test_two_spellings_of_one_setting(older: dict[str, Any], newer: dict[str, An
         (
             {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 2.0}},
             {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
-            "; rope_scaling factor is 2.0 in one and 4.0 in the other",
+            "; rope_scaling factor is 2 in one and 4 in the other",
         ),
         (
             {"use_sliding_window": True, "sliding_window": 4096},
