@@ -257,7 +257,7 @@ def damage(data: Data, at: Sequence[Any], how: object) -> Data:
     return made
 
 
-HOW = (
+HOW: tuple[Any, ...] = (
     *("drop", "twice", "text", "", None, True, -1, 0, 2, 10**400, 0.5, -0.5, 1e308, 1e-308),
     *(float("inf"), float("nan"), [], {}, [[]], ["text"], {"text": None}),
 )
