@@ -16,6 +16,7 @@ from layerbisect.bisect.verdict_json import record_from_json, verdict_from_json
 from layerbisect.captures.errors import LayerBisectError
 from layerbisect.kernels.replay.deterministic import Pair
 from layerbisect.kernels.replay.report import Replay
+from layerbisect.report.checked import check
 from layerbisect.wording import visible
 
 STDIN = "-"
@@ -203,13 +204,15 @@ def read_result(path: str | Path) -> Result:
             f"{path} has schema {data['schema']!r:.40} and this version reads 1; {_WANTED}"
         )
     try:
-        return _result(name, visible(data), str(path))
+        result = _result(name, visible(data), str(path))
+        check(result)
     except LayerBisectError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise LayerBisectError(
             f"{path} is damaged, or of another version: {_short(error)}; run the command again"
         ) from None
+    return result
 
 
 _WANTED = (

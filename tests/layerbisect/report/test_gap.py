@@ -14,7 +14,7 @@ from layerbisect.report.blocks import Cell, Table
 from layerbisect.report.budget import budget_section
 from layerbisect.report.gap import gap_section
 from layerbisect.report.token_text import TokenText
-from tests.layerbisect.report.making import charts, verdict
+from tests.layerbisect.report.making import GAP, charts, culprit, verdict
 
 TEXT = TokenText(lambda token: None, added={7: "<b>\u202e"}, byte_level=False)
 
@@ -91,12 +91,23 @@ def test_no_gap_no_section() -> None:
 
 def test_budget_says_what_to_raise_and_what_that_brings() -> None:
     both = charts(budget_section(verdict()))
-    assert "measured is 0.1000 nat, 1.7x that, which rounding does not explain" in (
+    assert "measured is 0.1000 nat, 1.7x that, and within what rounding explains." in (
         both["budget-gap"].reading
     )
     assert both["budget-kinds"].reading.startswith(
         "Costliest is residual; with it in float32 on both sides the predicted gap falls from "
         "0.0600 to about 0.0332."
+    )
+
+
+def test_budget_never_says_of_a_fault_that_rounding_explains_it() -> None:
+    convicted = charts(budget_section(verdict(culprits=(culprit(8),))))["budget-gap"].reading
+    assert "1.7x that. The side" in convicted
+    small = dataclasses.replace(GAP, mae=0.05)
+    both = charts(budget_section(verdict(culprits=(culprit(8),), gap=small)))
+    assert (
+        "0.8x that. Its size alone would pass as rounding: an operator's own error convicts."
+        in (both["budget-gap"].reading)
     )
 
 
