@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerbisect.bisect.verdict import Culprit
+from layerbisect.replay_words import finding
 from layerbisect.report.results import (
     AccuracyResult,
     ReplayResult,
@@ -51,8 +52,8 @@ class Summary:
     """The first screen of a case.
 
     ``status`` is the leading result's, ``title`` says in plain words what is wrong, ``sentence`` is
-    the verdict as the terminal prints it. ``next`` are words, and
-    (True) commands to copy among them. ``results`` has a line for each result of the case.
+    the verdict as the terminal prints it. ``next`` are words, and (True) commands to copy among
+    them. ``results`` has a name, a status and a sentence for each result of the case.
     """
 
     status: str
@@ -67,7 +68,7 @@ class Summary:
 
 
 def summarize(results: Sequence[Result]) -> Summary:
-    """Say what a case comes to; the result that says most leads."""
+    """Say what a case comes to; the worst result leads."""
     lead = leading(results)
     verdict = lead.verdict if isinstance(lead, VerdictResult) else None
     return Summary(
@@ -98,7 +99,8 @@ def sentence(result: Result) -> str:
             return "nothing was replayed"
         worst = next((r for r in result.replays if r.status == result.status), result.replays[0])
         more = len(result.replays) - 1
-        return worst.conclusion + (f"; and {count(more, 'more stretch')}" if more else "")
+        said = f"{worst.point} ({', '.join(worst.covers)}): {finding(worst)}"
+        return said + (f"; and {count(more, 'more stretch')}" if more else "")
     if isinstance(result, AccuracyResult):
         return result.summary.measured
     found, planted = result.data["found"], result.data["planted"]
