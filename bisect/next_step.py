@@ -39,6 +39,8 @@ def next_step(
     if culprits and weights is not None and weights.behind(culprits[0]):
         return _which_weights(culprits[0], weights)
     unseen = sorted({c.layer for c in culprits if c.operator is None and c.layer is not None})
+    if culprits and culprits[0].operator is None and not case.unseen_inside():
+        return _look(case, culprits[0])
     if unseen:
         points = ",".join(f"layers.{layer}" for layer in unseen)
         return f"capture both sides again with points {points},logprob, then {again}"
@@ -69,6 +71,18 @@ def next_step(
             "that both sides ran"
         )
     return f"`layerbisect show {rollout}` and `layerbisect show {trainer}`"
+
+
+def _look(case: Case, culprit: Culprit) -> str:
+    """Say where to look where no further point can tell the operator."""
+    look = f"look at what makes {culprit.point} in the code of the {culprit.side} side"
+    if culprit.side in ("both", "unknown"):
+        look = f"look at what makes {culprit.point} in the code of both sides"
+    if culprit.layer is None:
+        return look
+    side = next((s for s in case.sides if s.label == culprit.side), case.sides[0])
+    command = f"layerbisect replay {side.capture.directory} --model {case.directory}"
+    return f"`{command} --layer {culprit.layer}`, then {look}"
 
 
 def _replay(case: Case, culprit: Culprit, errors: Mapping[str, Sequence[OwnError]]) -> str:

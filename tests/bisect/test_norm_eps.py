@@ -106,6 +106,8 @@ def test_what_cannot_be_told_is_left_open(clean: Clean, tmp_path: Path) -> None:
     assert {c.operator for c in verdict.culprits} == {None, "norm"}
     (left_open,) = (c for c in verdict.culprits if c.operator is None)
     assert left_open.evidence[-1].endswith("it may be any of norm, rope")
+    assert verdict.culprits[0] is left_open
+    assert verdict.next == f"look at what makes {left_open.point} in the code of the rollout side"
 
 
 def test_few_rows_are_enough(clean: Clean, tmp_path: Path) -> None:
