@@ -1,7 +1,6 @@
 """What `layerbisect doctor` says about a machine."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from layerbisect.doctor.check import Check
 from layerbisect.doctor.health import examine
 from layerbisect.doctor.packages import INSTALL, MINIMUM, TRIED, build_of
 from layerbisect.doctor.variables import VARIABLES
+from tests.layerbisect.doctor_run import ROOT, doctor
 
-ROOT = Path(__file__).parents[2]
 EVERYTHING = {
     "layerbisect": "0.1.0",
     "torch": "2.14.1+cu130",
@@ -327,18 +326,6 @@ def test_kernels_that_can_be_replayed_depend_on_the_gpu(
     found = {c.name: c for c in examine({}).replays}
     assert {name for name, c in found.items() if c.state != "ok"} == {"aiter"}
     assert found["aiter"].found == "needs an AMD GPU"
-
-
-def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "layerbisect", "doctor", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("columns", [80, 100])

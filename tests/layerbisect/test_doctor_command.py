@@ -1,10 +1,7 @@
 """What `layerbisect doctor -- COMMAND` says of a command, flag by flag."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,8 @@ from layerbisect.captures.errors import LayerBisectError
 from layerbisect.doctor.check import Check
 from layerbisect.doctor.command import Judged, judge_command
 from layerbisect.doctor.megatron_rules import HOOK
+from tests.layerbisect.doctor_run import doctor
 
-ROOT = Path(__file__).parents[2]
 SERVER = "python -m sglang.launch_server --model-path policy"
 JOB = "torchrun --nproc-per-node 8 train.py --num-layers 4"
 CLEAN = (
@@ -318,21 +315,10 @@ def test_what_cannot_be_judged_is_an_error(command: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "layerbisect", "doctor", *words],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("columns", [80, 100])
 def test_the_page_of_a_command_fits_and_ends_with_what_to_run(columns: int) -> None:
     words = shlex.split(f"{SERVER} --tp 8 --enable-torch-compile --kv-cache-dtype fp8_e5m2")
-    done = run("--", *words, COLUMNS=str(columns), NO_COLOR="1")
+    done = doctor("--", *words, COLUMNS=str(columns), NO_COLOR="1")
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
     # a command is copied, and is never broken
@@ -343,11 +329,11 @@ def test_the_page_of_a_command_fits_and_ends_with_what_to_run(columns: int) -> N
 
 
 def test_a_command_may_be_given_without_dashes_and_as_json() -> None:
-    done = run("--json", *shlex.split(SERVER))
+    done = doctor("--json", *shlex.split(SERVER))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["schema"] == 1 and said["server"] is None
     assert said["command"]["engine"] == "SGLang server"
     assert said["command"]["checks"][0]["state"] == "problem"
-    wrong = run("--json", "ls")
+    wrong = doctor("--json", "ls")
     assert wrong.returncode == 2 and "starts neither" in wrong.stderr

@@ -5,9 +5,6 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +17,8 @@ import pytest
 from layerbisect.captures.errors import WorkerError
 from layerbisect.doctor.check import Check
 from layerbisect.doctor.server import judge_reply, judge_server
+from tests.layerbisect.doctor_run import doctor
 
-ROOT = Path(__file__).parents[2]
 RECORDING = Path(__file__).with_name("recordings") / "server_info.json"
 
 
@@ -141,20 +138,10 @@ def test_what_is_no_worker_is_an_error(answers: dict[str, tuple[int, str]], mess
     assert message in str(caught.value) and url in str(caught.value)
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "layerbisect", "doctor", *words],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_command_asks_the_server_and_prints_what_it_runs_with() -> None:
     with answering({"/server_info": (200, RECORDING.read_text())}) as url:
-        page, data = run("--server", url), run("--server", url, "--json")
+        page = doctor("--server", url, COLUMNS="80")
+        data = doctor("--server", url, "--json")
     assert page.returncode == data.returncode == 0, page.stderr
     assert f"the server at {url} (SGLang server): 3 notes" in page.stdout
     assert max(map(len, page.stdout.splitlines())) <= 80
@@ -170,5 +157,5 @@ def test_the_command_asks_the_server_and_prints_what_it_runs_with() -> None:
     ],
 )
 def test_a_server_that_does_not_answer_could_not_be_judged(url: str, message: str) -> None:
-    done = run("--server", url)
+    done = doctor("--server", url)
     assert done.returncode == 2 and message in done.stderr and done.stdout == ""
