@@ -111,8 +111,7 @@ def _agrees(verdict: Verdict) -> None:
     accused = [culprit.point for culprit in verdict.culprits]
     _hold(not accused, "culprits", "sides that agree have none", accused)
     gap, budget = verdict.gap, verdict.rounding_budget
-    captured = verdict.differences or verdict.layers
-    if gap is None or verdict.scores is not None and not captured:
+    if gap is None or verdict.of_scores:
         return
     _hold(not gap.nonfinite, "gap.nonfinite", "sides that agree have none", gap.nonfinite)
     _hold(gap.rows > 0, "gap.rows", "sides agree on some", gap.rows)

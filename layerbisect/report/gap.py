@@ -68,9 +68,9 @@ def _by_position(verdict: Verdict, tokens: TokenReport, order: str) -> Chart:
             if not beyond
             else f"{beyond} of {count(len(bins), 'bin')} {'is' if beyond == 1 else 'are'} beyond."
         )
-    title = "Gap by position"
-    series = {order: bins}
-    return by_position_chart("gap-position", title, series, band, reading, "rounding predicts")
+    return by_position_chart(
+        "gap-position", "Gap by position", order, bins, band, reading, "rounding predicts"
+    )
 
 
 def _distribution(spread: Distribution, gap: Gap, order: str) -> Chart:
@@ -84,7 +84,7 @@ def _distribution(spread: Distribution, gap: Gap, order: str) -> Chart:
         f"{nat(gap.max)} nat from 0. A heap on one side alone is systematic, and no rounding."
     )
     title = "How the differences are spread"
-    return distribution_chart("gap-spread", title, {order: spread}, reading)
+    return distribution_chart("gap-spread", title, order, spread, reading)
 
 
 def _worst(verdict: Verdict, tokens: TokenReport, order: str, text: TokenText | None) -> Table:

@@ -90,7 +90,7 @@ def _add(suite: ElementTree.Element, case: Case, classname: str) -> None:
 
 def _cases(result: Result) -> tuple[str, list[Case]]:
     if isinstance(result, VerdictResult):
-        return ("scores" if result.of_scores else "bisect"), list(_of_verdict(result))
+        return ("scores" if result.verdict.of_scores else "bisect"), list(_of_verdict(result))
     if isinstance(result, ReplayResult):
         return "replay", list(_of_replays(result))
     if isinstance(result, AccuracyResult):
@@ -106,7 +106,7 @@ def _of_verdict(result: VerdictResult) -> Iterator[Case]:
         yield Case(_accused(culprit), _blamed(result), sentence(alone), _evidence(verdict, culprit))
     for out in verdict.ruled_out:
         yield Case(f"ruled out: {out.hypothesis}", "passed", out.evidence)
-    if result.of_scores:
+    if result.verdict.of_scores:
         yield from _pairs(result)
 
 

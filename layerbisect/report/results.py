@@ -46,11 +46,6 @@ class VerdictResult:
         """The verdict's; 0 where bisections explain it."""
         return 0 if self.explained else self.verdict.exit_code
 
-    @property
-    def of_scores(self) -> bool:
-        """Whether scores alone were judged."""
-        return self.verdict.of_scores
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
@@ -132,7 +127,7 @@ def _weight(result: Result) -> tuple[int, bool, int]:
     # an exit code of 2 says less than one of 1
     severity = {1: 2, 2: 1}.get(result.exit_code, 0)
     if isinstance(result, VerdictResult):
-        return severity, bool(result.verdict.culprits), 2 if result.of_scores else 3
+        return severity, bool(result.verdict.culprits), 2 if result.verdict.of_scores else 3
     return severity, False, 1 if isinstance(result, ReplayResult) else 0
 
 
@@ -147,11 +142,11 @@ def with_explained(results: Sequence[Result]) -> tuple[Result, ...]:
     agreeing = [
         one
         for one in results
-        if isinstance(one, VerdictResult) and not one.of_scores and one.status == "agree"
+        if isinstance(one, VerdictResult) and not one.verdict.of_scores and one.status == "agree"
     ]
     return tuple(
         replace(one, explained=_explained(one.verdict, agreeing))
-        if isinstance(one, VerdictResult) and one.of_scores
+        if isinstance(one, VerdictResult) and one.verdict.of_scores
         else one
         for one in results
     )

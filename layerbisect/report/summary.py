@@ -89,7 +89,7 @@ def summarize(results: Sequence[Result]) -> Summary:
 def sentence(result: Result) -> str:
     """Say a result in one sentence, without its status."""
     if isinstance(result, VerdictResult):
-        said = (scores_headline if result.of_scores else headline)(result.verdict)
+        said = (scores_headline if result.verdict.of_scores else headline)(result.verdict)
         said = said.partition(": ")[2]
         if not result.explained:
             return said
@@ -132,11 +132,11 @@ def _verdict_title(result: VerdictResult) -> str:
     if result.status == "agree":
         if verdict.gap is not None and verdict.gap.max == 0 and not verdict.gap.nonfinite:
             return "No gap: the log-probs are equal"
-        if result.of_scores and not result.explained:
+        if result.verdict.of_scores and not result.explained:
             # what scores alone show is a size, and not what makes it
             return "The scores agree within the tolerance"
         return "No bug: the gap is rounding"
-    if verdict.status == "divergent" and result.of_scores:
+    if verdict.status == "divergent" and result.verdict.of_scores:
         return "The scores differ beyond the tolerance, and do not show what makes it"
     return {
         "divergent": "The two sides differ by more than rounding, and no operator is convicted",
@@ -163,11 +163,11 @@ def _figures(result: VerdictResult) -> tuple[Figure, ...]:
         found.append(Figure(f"{nat(budget.predicted_gap)} nat", "gap that rounding alone makes"))
     if verdict.culprits and verdict.status == "divergent":
         first = verdict.culprits[0]
-        if not result.of_scores and first.own_error == first.own_error:
+        if not result.verdict.of_scores and first.own_error == first.own_error:
             floor = f"(a clean one: {times(first.floor)})"
             found.append(Figure(times(first.own_error), f"its error in units of rounding {floor}"))
         if first.share_of_gap is not None and not is_everywhere(first):
-            squared = "" if result.of_scores else "squared "
+            squared = "" if result.verdict.of_scores else "squared "
             share = percent(first.share_of_gap)
             found.append(Figure(share, f"of the {squared}gap is made there"))
     return tuple(found)
@@ -215,10 +215,12 @@ def _unseen(result: Result) -> tuple[str, ...]:
     coverage, missing = result.verdict.coverage, result.verdict.coverage.points.missing
     said = list(coverage.notes)
     if missing:
-        what = "not scored" if result.of_scores else f"{count(len(missing), 'point')} not seen"
+        what = (
+            "not scored" if result.verdict.of_scores else f"{count(len(missing), 'point')} not seen"
+        )
         said.insert(0, f"{what}: {listed(missing)}")
     if coverage.rows.left_out:
-        what = "token" if result.of_scores else "row"
-        why = "by the mask, or unscored" if result.of_scores else "only one side has them"
+        what = "token" if result.verdict.of_scores else "row"
+        why = "by the mask, or unscored" if result.verdict.of_scores else "only one side has them"
         said.insert(0, f"{count(coverage.rows.left_out, what)} left out: {why}")
     return tuple(said)

@@ -31,7 +31,7 @@ def _render(result: Result, console: Console) -> None:
         if result.explained:
             line(console, f"{result.status}: {sentence(result)}", 0, 2)
             console.print()
-        (render_scores if result.of_scores else render_verdict)(result.verdict, console)
+        (render_scores if result.verdict.of_scores else render_verdict)(result.verdict, console)
         if result.planted is not None:
             console.print()
             line(console, result.planted, 0, 2)
